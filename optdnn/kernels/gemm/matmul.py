@@ -285,12 +285,9 @@ def emit_matmul(
     factors = [scale, *(scales.get(a, 1.0) for a in used)]
     if not (whole or share or b.row_invariant) and terms.can_share(left, right, out, used, factors):
         blocks = terms.blocks_of(*p.sizes[:2], p.count, (tile.rows, tile.columns) if tile else (TILE, TILE))
-        if (parts := terms.parts_of(p.sizes[2], blocks, tile, b.gpu)) > 1:
-            one, two = terms.cut(left, right, parts)
-            sums = terms.space_of_sums(b, op, out, parts)
-            plain = {"prologue": (), "epilogue": (), "arity": 2}
-            emit_matmul(b, op, one, two, sums, [], {}, 1.0, {}, "MatMul", plain, [one, two], tf32=tf32, whole=True)
-            terms.emit_sum(b, op, sums, stages, used, out)
+        parts = thin_parts(*p.sizes, p.count) or terms.parts_of(p.sizes[2], blocks, tile, b.gpu)
+        if parts > 1:
+            _emit_parts(b, op, left, right, out, parts, stages, used, tf32)
             return
     to = "out.lane[j]" if share and share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
     text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
@@ -311,6 +308,35 @@ def emit_matmul(
             options=tile.options, template=tile.template,
         )  # fmt: skip
     b.emit(op, launch, placed, kind, attrs, reads, [out])
+
+
+def _emit_parts(
+    b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, parts: int, stages: Sequence[Stage],
+    used: Mapping[int, TensorView], tf32: bool,
+) -> None:  # fmt: skip
+    """Add the launch of the products of equal parts of the terms, and the one that adds their sums, and the products of the terms that
+    are left over."""
+
+    def emit(pair: Sequence[TensorView], to: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView]) -> None:
+        attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
+        reads = [*pair, *(extra.get(a) for a in range(2, max(extra, default=1) + 1))]
+        emit_matmul(b, op, *pair, to, stages, extra, 1.0, {}, "MatMul", attrs, reads, tf32=tf32, whole=True)
+
+    equal, rest = terms.cut(left, right, parts)
+    sums = terms.space_of_sums(b, op, out, parts)
+    emit(equal, sums, [], {})
+    if rest is None:
+        terms.emit_sum(b, op, sums, stages, used, out)
+        return
+    first = max(used, default=1) + 1
+    added = {first + part: x for part, x in enumerate(terms.each_of(sums))}
+    emit(rest, out, [*(Stage("Add", (~k, a)) for k, a in enumerate(added)), *_after(stages, parts)], {**used, **added})
+
+
+def thin_parts(m: int, n: int, k: int, matrices: int) -> int:
+    """Parts whose products are thin, of a product with too many terms; 0 if there are none."""
+    parts = -(-k // LONGEST)
+    return parts if 1 < parts <= terms.MOST_PARTS and is_thin(m, n, k // parts, matrices * parts) else 0
 
 
 def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
@@ -388,18 +414,28 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
 
 def _plain(t: str, finish: str) -> str:
     """C++ of a block's tile for any operands. ``finish``: C++ that stores ``acc[i][j]`` of ``row`` and ``column``."""
+    load = f"""#pragma unroll
+        for (int s = 0; s < 4; s++) {{
+            const int k = step + tx, row = top + ty + 16 * s;
+            read_left[s] = row < p.m && k < p.k ? {t}(widen(p.l[bl + row * p.ml[0] + k * p.ml[1]])) : {t}(0);
+            const int z = step + threadIdx.x / {TILE} + 4 * s, column = first + threadIdx.x % {TILE};
+            read_right[s] = column < p.n && z < p.k ? {t}(widen(p.r[br + z * p.mr[0] + column * p.mr[1]])) : {t}(0);
+        }}"""
     return f"""__shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const int top = blockIdx.x * {TILE}, first = blockIdx.y * {TILE};
-    {t} acc[4][4] = {{}};
+    {t} acc[4][4] = {{}}, read_left[4], read_right[4];
+    int step = 0;
+    {load}
     for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
-        for (int e = threadIdx.x; e < {TILE * DEPTH}; e += 256) {{
-            const int k = e % {DEPTH}, i = e / {DEPTH}, row = top + i;
-            left[k][i] = row < p.m && k0 + k < p.k ? {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) : {t}(0);
-            const int j = e % {TILE}, z = e / {TILE}, column = first + j;
-            right[z][j] = column < p.n && k0 + z < p.k ? {t}(widen(p.r[br + (k0 + z) * p.mr[0] + column * p.mr[1]])) : {t}(0);
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {{
+            left[tx][ty + 16 * s] = read_left[s];
+            right[threadIdx.x / {TILE} + 4 * s][threadIdx.x % {TILE}] = read_right[s];
         }}
         __syncthreads();
+        step = k0 + {DEPTH};        // its loads are in flight while this step is computed
+        {load}
         {t} part[4][4] = {{}};      // sums of a tile by themselves: rounding errors grow with the longest chain of additions
         #pragma unroll
         for (int k = 0; k < {DEPTH}; k++)

@@ -17,15 +17,21 @@ PLAIN_TERMS, FP32_TERMS, MATRIX_TERMS = 28, 48, 128
 """Least terms of a part: of the plain kernel, whose blocks wait for every load, of tiles in true fp32, and on tensor cores."""
 LEAST_PARTS, MOST_PARTS = 4, 16
 """Fewest parts that repay a second launch, and the most that it adds."""
+EVEN = 0.5
+"""A divisor of the terms is preferred if it is at least this fraction of the most parts."""
 WAVES = 4
 """Most blocks per multiprocessor."""
 
 
 def parts_of(k: int, blocks: int, tile: Tile | MatrixTile | None, gpu: GpuFacts) -> int:
-    """Parts into which the ``k`` terms of a product of so many ``blocks`` should be cut: a divisor of k; 1 if blocks should not share them."""
+    """Parts into which the ``k`` terms of a product of so many ``blocks`` should be cut; 1 if blocks should not share them. A divisor of k
+    is preferred, unless it is much less than other numbers."""
     least = PLAIN_TERMS if tile is None else MATRIX_TERMS if isinstance(tile, MatrixTile) else FP32_TERMS
     most = min(MOST_PARTS, k // least, WAVES * fitted(gpu).multiprocessors // blocks)
-    return max((n for n in range(LEAST_PARTS, most + 1) if k % n == 0), default=1)
+    if most < LEAST_PARTS:
+        return 1
+    even = max((n for n in range(LEAST_PARTS, most + 1) if k % n == 0), default=1)
+    return even if even >= EVEN * most else most
 
 
 def can_share(
@@ -37,16 +43,29 @@ def can_share(
     return wide and min(len(left.shape), len(right.shape)) > 1 and all(f == 1.0 for f in factors)
 
 
-def cut(left: TensorView, right: TensorView, parts: int) -> tuple[TensorView, TensorView]:
-    """The factors as stacks of ``parts`` products; the new axis comes before those of a matrix."""
-    m, n, each = left.shape[-2], right.shape[-1], left.shape[-1] // parts
+Pair = tuple[TensorView, TensorView]
+"""The factors of a product."""
+
+
+def cut(left: TensorView, right: TensorView, parts: int) -> tuple[Pair, Pair | None]:
+    """The factors as stacks of ``parts`` equal products, whose new axis comes before those of a matrix; and those of the terms that are left
+    over, if any."""
+    m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
+    each, over = divmod(k, parts)
     one = left.view(
         (*left.shape[:-2], parts, m, each), (*left.strides[:-2], left.strides[-1] * each, *left.strides[-2:])
     )
     two = right.view(
         (*right.shape[:-2], parts, each, n), (*right.strides[:-2], right.strides[-2] * each, *right.strides[-2:])
     )
-    return one, two
+    if not over:
+        return (one, two), None
+    down, along = left.strides[-1], right.strides[-2]
+    rest = (
+        left.view((*left.shape[:-1], over), left.strides, (k - over) * down),
+        right.view((*right.shape[:-2], over, n), right.strides, (k - over) * along),
+    )
+    return (one, two), rest
 
 
 def space_of_sums(b: Builder, op: Op, out: TensorView, parts: int) -> TensorView:
@@ -55,14 +74,20 @@ def space_of_sums(b: Builder, op: Op, out: TensorView, parts: int) -> TensorView
     return b.new(f"{op.outputs[0].name}.parts", FP32, shape)
 
 
+def each_of(sums: TensorView) -> list[TensorView]:
+    """The sums of each part."""
+    *stack, parts, rows, columns = sums.shape
+    *steps, step, down, along = sums.strides
+    one = sums.view((*stack, rows, columns), (*steps, down, along))
+    return [one.view(one.shape, one.strides, part * step) for part in range(parts)]
+
+
 def emit_sum(
     b: Builder, op: Op, sums: TensorView, stages: Sequence[Stage], extra: Mapping[int, TensorView], out: TensorView
 ) -> None:
     """Add the launch of ``out = stages(sum of the parts)``. Operand 0 of the stages is the sum."""
-    *stack, parts, rows, columns = sums.shape
-    *steps, step, down, along = sums.strides
-    one = sums.view((*stack, rows, columns), (*steps, down, along))
-    each = [one.view(one.shape, one.strides, part * step) for part in range(parts)]
+    each = each_of(sums)
+    parts = len(each)
     added = [Stage("Add", (~part, part + 1)) for part in range(parts - 1)]
     slot = {a: parts + place for place, a in enumerate(sorted(extra))}
     moved = [
