@@ -343,9 +343,9 @@ class Net(GraphBuilder):
         """``gate * x`` with a gate (batch, channels, 1, 1): squeeze-and-excitation."""
         return self.node("Mul", [gate, x], x.shape, probe=on_probe(np.multiply, gate, x))
 
-    def binary(self, op_type: str, x: Value, constant: Any, dtype: Any = np.float32) -> Value:
+    def binary(self, op_type: str, x: Value, constant: Any) -> Value:
         """A pointwise operator with a scalar constant as its second operand."""
-        return self.node(op_type, [x, self.const(constant, dtype)], x.shape)
+        return self.node(op_type, [x, self.const(constant, np.float32)], x.shape)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
         """Slice one axis, from ``start`` to ``stop`` (both within it) by ``step``."""
