@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optdnn.build_facts import build_facts
 from optdnn.build_result import Build, build_ranks
@@ -32,7 +32,7 @@ from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
-from optdnn.precision.account import SearchReport
+from optdnn.precision.auto import alone_in, found_precisions
 from optdnn.precision.mixture import MIXTURE, Mixture, offers_choice
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
@@ -52,14 +52,10 @@ from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.program import Program
-from optdnn.target_name import TargetName
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Optimized, Source
 from optdnn.targets.beginning import beginning
 from optdnn.tuning.timing_cache import TimingCache
-
-if TYPE_CHECKING:
-    from optdnn.precision.search import SearchResult
 
 Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
@@ -195,7 +191,7 @@ def _build(
     plan, label, found = (mixture and mixture.plan) or plan_of(options), options.precision, None
     if options.precision == AUTO:
         with _timed(seconds, "precision"):
-            found = _found_precisions(graph, untouched, options, cache, say)
+            found = found_precisions(graph, untouched, options, cache, say)
         if found.alone is not None:
             return again(found.alone, {AUTO: found.account.to_plain()})
         plan, label = found.plan, found.label
@@ -276,17 +272,11 @@ def _built_alone(
     source, graph, target, options = imported
     if progress is not None:
         progress(f"precision {precision}: it was chosen for the whole network")
-    alone = _alone(options, precision)
+    alone = alone_in(options, precision)
     made = _build(model, alone, progress, cache=cache, imported=(source, graph, target, alone))
     made.engine.program.meta |= record
     seconds = {what: spent.get(what, 0.0) + made.seconds.get(what, 0.0) for what in (*spent, *made.seconds)}
     return replace(made, seconds=seconds)
-
-
-def _alone(options: BuildOptions, precision: str) -> BuildOptions:
-    """The options of a build in one float precision, which needs no data."""
-    unbound = replace(options, metric="top1", max_drop=None, labels=None, candidates=None)
-    return replace(unbound, precision=precision, calib=None, calib_cache=None, images=None)
 
 
 def _run_passes(
@@ -404,25 +394,6 @@ def _keeping_ranges(options: BuildOptions) -> BuildOptions:
     return replace(options, calib=SharedCalibration.of(options.calib))
 
 
-def _found_precisions(
-    graph: Graph, untouched: Graph, options: BuildOptions, cache: TimingCache, say: Progress
-) -> SearchResult:
-    """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, if no engine is within the bound."""
-    from optdnn.precision.search import find
-
-    def whole(precision: str) -> Graph:
-        copy = untouched.copy()
-        optimize(copy, replace(_alone(options, precision), dump=None), options.target)
-        return copy
-
-    on_gpu = TargetName.parse(options.target).on_gpu  # the passes of other targets do the same in all precisions
-    found = find(graph, options, options.target, cache, say, whole if on_gpu else None)
-    cache.save()
-    if not found.met:
-        raise _not_met(found.account)
-    return found
-
-
 def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
     """The network after the passes of an fp32 build."""
     from optdnn.lowering.cpu.counterpart import fp32_of
@@ -430,18 +401,6 @@ def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
     graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
     optimize(graph, fp32_of(options), options.target)
     return graph
-
-
-def _not_met(account: SearchReport) -> NotMet:
-    """The error if no engine is within the bound; it names the closest one."""
-    c = account.candidate()
-    verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
-    expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"
-    return NotMet(
-        f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
-        f"search saw{verified}{expected}",
-        hint=f"nothing was written; --max-drop {c.worst:.3g} would accept it, and so might fewer --pin options",
-    )
 
 
 @contextmanager

@@ -148,14 +148,11 @@ class Dim:
     def symbols(self) -> frozenset[Symbol]:
         """Every symbol that the expression depends on."""
         found: set[Symbol] = set()
-        for monomial, _ in self.terms:
-            for atom in monomial:
-                if isinstance(atom, Symbol):
-                    found.add(atom)
-                else:
-                    for part in (atom.a, atom.b):
-                        if isinstance(part, Dim):
-                            found |= part.symbols()
+        for atom in (atom for monomial, _ in self.terms for atom in monomial):
+            if isinstance(atom, Symbol):
+                found.add(atom)
+            else:
+                found.update(*(part.symbols() for part in (atom.a, atom.b) if isinstance(part, Dim)))
         return frozenset(found)
 
 
@@ -179,11 +176,7 @@ def _show(atom: Function, alone: bool) -> str:
 
 def _operand(x: DimLike) -> str:
     """A number or a symbol as it is, anything else in parentheses."""
-    if isinstance(x, Dim):
-        ((monomial, coefficient), *others) = x.terms
-        plain = not others and coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol)
-    else:
-        plain = x >= 0
+    plain = isinstance(_only_atom(x), Symbol) if isinstance(x, Dim) else x >= 0
     return str(x) if plain else f"({x})"
 
 
@@ -228,43 +221,44 @@ def _atom(op: str, a: DimLike, b: DimLike) -> DimLike:
     return Dim((((Function(op, a, b),), 1),))
 
 
+def _only_atom(x: DimLike) -> Atom | None:
+    """The symbol or function that an expression consists of; None for any other expression."""
+    if isinstance(x, Dim) and len(x.terms) == 1:
+        ((monomial, coefficient),) = x.terms
+        if coefficient == 1 and len(monomial) == 1:
+            return monomial[0]
+    return None
+
+
 def floordiv(a: DimLike, b: DimLike) -> DimLike:
     """``a // b``; exact multiples cancel and nested divisions by constants merge."""
+    if b == 0:
+        raise ShapeError("division of a dimension by zero")
     if isinstance(a, int) and isinstance(b, int):
-        if b == 0:
-            raise ShapeError("division of a dimension by zero")
         return a // b
     if a == b:
         return 1
-    if isinstance(b, int):
-        if b == 0:
-            raise ShapeError("division of a dimension by zero")
-        if b == 1:
-            return a
-        if b > 0:
-            whole: dict[Monomial, int] = {}
-            rest: dict[Monomial, int] = {}
-            for m, c in _terms(a):
-                q, r = divmod(c, b)
-                if q:
-                    whole[m] = q
-                if r:
-                    rest[m] = r
-            remainder = _build(rest)
-            if isinstance(remainder, int):
-                return _build(whole) + remainder // b
-            lo, hi = bounds(remainder)
-            if lo >= 0 and hi < b:
-                return _build(whole)
-            if isinstance(remainder, Dim) and len(remainder.terms) == 1:
-                ((monomial, coefficient),) = remainder.terms
-                if coefficient == 1 and len(monomial) == 1:
-                    inner = monomial[0]
-                    if isinstance(inner, Function) and inner.op == "floordiv" and isinstance(inner.b, int):
-                        return _build(whole) + floordiv(inner.a, inner.b * b)
-            return _build(whole) + _atom("floordiv", remainder, b)
+    if isinstance(b, int) and b > 0:
+        return _floordiv_by_number(a, b)
     exact = _exact_quotient(a, b)
     return exact if exact is not None else _atom("floordiv", a, b)
+
+
+def _floordiv_by_number(a: DimLike, b: int) -> DimLike:
+    """``a // b`` for a positive ``b``: the multiples of ``b`` among the coefficients are divided alone."""
+    if b == 1:
+        return a
+    divided = {m: divmod(c, b) for m, c in _terms(a)}
+    whole, remainder = (_build({m: parts[k] for m, parts in divided.items()}) for k in (0, 1))
+    if isinstance(remainder, int):
+        return whole + remainder // b
+    lo, hi = bounds(remainder)
+    if lo >= 0 and hi < b:
+        return whole
+    inner = _only_atom(remainder)
+    if isinstance(inner, Function) and inner.op == "floordiv" and isinstance(inner.b, int):
+        return whole + floordiv(inner.a, inner.b * b)
+    return whole + _atom("floordiv", remainder, b)
 
 
 def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
@@ -337,10 +331,9 @@ def _extreme(op: str, a: DimLike, b: DimLike) -> DimLike:
 
 def _parts(op: str, x: DimLike) -> list[DimLike]:
     """The operands of nested applications of ``op``: ``max(max(a, b), c)`` -> a, b, c."""
-    if isinstance(x, Dim) and len(x.terms) == 1:
-        ((monomial, coefficient),) = x.terms
-        if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Function) and monomial[0].op == op:
-            return _parts(op, monomial[0].a) + _parts(op, monomial[0].b)
+    atom = _only_atom(x)
+    if isinstance(atom, Function) and atom.op == op:
+        return _parts(op, atom.a) + _parts(op, atom.b)
     return [x]
 
 

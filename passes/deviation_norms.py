@@ -1,8 +1,8 @@
 """Normalizations that LayerNormalization and RMSNormalization cannot express become one op, a DeviationNormalization.
 
-An epsilon is added to the deviation instead of the variance (``x.std() + eps`` in "The Annotated Transformer", ``x.norm() + eps``),
-or the deviation is about the mean, but the mean stays in the result (``x / x.std()``, timm's SimpleNorm). Bessel's correction and
-the root of a length are factors of the scale.
+Some add an epsilon to the deviation instead of the variance (``x.std() + eps`` in "The Annotated Transformer", ``x.norm() +
+eps``). Others divide by the deviation about the mean, but keep the mean in the result (``x / x.std()``, timm's SimpleNorm).
+Bessel's correction and the root of a length are factors of the scale.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Ops whose results are known when the network is built become constants.
 
 An op is folded if all operands are constants, or if inference already knows its value. (A shape computation over static
-dimensions, ``Shape -> Gather -> Concat -> Reshape``, leaves a Reshape by a constant.) Arithmetic runs in float64 and is
-rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. An op that is not continuous
-(a cast to integers, a comparison) is computed in the network's own types. Otherwise a value on the edge, as in T5's buckets of
-distances, could fall to the other side because it was computed more exactly.
+dimensions, ``Shape -> Gather -> Concat -> Reshape``, leaves a Reshape by a constant.) Arithmetic runs in float64 and is rounded
+once, at the end of a chain of folded ops. A Cast of the model rounds in between. An op that is not continuous (a cast to
+integers, a comparison) is computed in the network's own types. Otherwise a value on the edge, as in T5's buckets of distances,
+could fall to the other side because it was computed more exactly.
 """
 
 from __future__ import annotations

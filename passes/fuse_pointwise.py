@@ -5,10 +5,10 @@ result, and no path leaves it and comes back (it is convex): fusing it cannot ma
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat the work for each
 element. On GPUs the work is repeated where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
-On GPUs, an op that reads no more than it writes (one tensor, and perhaps small constants), or has few elements, is computed again
-in each of its readers, if no reader needs its result from memory. The readers then read the op's operands. One reader may be a
-reduction: its kernel computes the op as it reduces. So the sides of a mask's box are reductions of the mask, stored nowhere. If
-several parts of a small tensor go through the same op, one op of the whole tensor replaces them. If a Concat of such ops goes
+On GPUs, some ops are computed again in each of their readers, which then read the op's operands. Such an op has few elements, or
+reads no more than it writes (one tensor, and perhaps small constants), and no reader needs its result from memory. One reader may
+be a reduction: its kernel computes the op as it reduces. So the sides of a mask's box are reductions of the mask, stored nowhere.
+If several parts of a small tensor go through the same op, one op of the whole tensor replaces them. If a Concat of such ops goes
 through one more op, each part does so before the Concat. A Reshape between two ops moves in front of the first one.
 """
 

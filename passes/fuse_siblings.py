@@ -117,7 +117,7 @@ class GroupSiblings(Rule):
         convs = [r for r in readers if r is not None]
         found = [member_of(graph, conv) for conv in convs]
         members = [m for m in found if isinstance(m, Member)]
-        if (why := _ungrouped(graph, op, found, context.precision)) is not None:
+        if (why := _ungrouped(graph, found, context.precision)) is not None:
             return Miss(why)
         most = max(m.width for m in members)
         groups = tuple(_as_group(m, len(members), most) for m in members)
@@ -140,7 +140,7 @@ class GroupSiblings(Rule):
         return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
 
 
-def _ungrouped(graph: Graph, split: Op, found: Sequence[Member | str], precision: str) -> str | None:
+def _ungrouped(graph: Graph, found: Sequence[Member | str], precision: str) -> str | None:
     """Why the convolutions of a Split's parts do not become one; None if they do."""
     if "16" not in precision:
         return "only kernels of 16-bit images compute the groups of a convolution side by side"

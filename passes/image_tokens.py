@@ -4,8 +4,8 @@ Transformers with convolutions between their layers (SegFormer: Xie et al., 2021
 a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That form needs the image in plain order. With the
 Transpose on the image's side, a channels-last image has the memory order of its tokens, and nothing moves. If the Reshape splits
 the image into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose
-orders these, and keeps rows of channels whole. If parts of the channels are transposed after a Split (LeViT: Graham et al., 2021),
-the Transpose moves in front of the Split first. Permuted pixels are moved with all of their channels.
+orders these, and keeps rows of channels whole. Permuted pixels are moved with
+all of their channels.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     """A Reshape of an image to (B, C, positions...) and a Transpose that puts C, or its last part, last: C is moved first."""
     image, flat, perm = found["image"], found["flat"], root.attrs.perm
     before, after = shape_of(graph, image), flat.outputs[0].type.shape
-    channels = _turned(graph, flat, perm)
-    if before is None or after is None or channels is None:
+    channels = channel_axes(before, after)
+    if before is None or after is None or channels is None or not is_image(graph, image):
+        return None
+    if perm is None or perm[-1] != channels.stop - 1:
         return None
     if perm == channels_from_last(len(after)) and read_as_image(graph, root.value):
         return Miss("its result is an image already")  # `tokens_to_image` writes this form
@@ -68,30 +70,6 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return transposed(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
 
     return Match((root, flat), build)
-
-
-@rule("split_tokens", {"Split"})
-def split_tokens(graph: Graph, op: Op) -> Match | Miss | None:
-    """If all parts of an image's channels are transposed alike, one Transpose before the Split replaces these Transposes."""
-    flat = producer(graph, op.inputs[0], RESHAPES, alone=True)
-    values = [Value(op.id, port) for port in range(len(op.outputs))]
-    users = [graph.sole_user(v) for v in values]
-    turns = [u for u in users if u is not None and u.kind == "Transpose"]
-    if flat is None or not turns or _turned(graph, flat, turns[0].attrs.perm) is None:
-        return None
-    perm = turns[0].attrs.perm
-    if len(turns) < len(values) or any(t.attrs.perm != perm for t in turns):
-        return Miss("its parts are not all transposed alike")
-    axis = perm.index(normalize_axis(op.attrs.axis, len(perm)))
-
-    def build(patch: Patch) -> None:
-        turned = patch.add("Transpose", [flat.value], TransposeAttrs(perm))
-        attrs = replace(op.attrs, axis=axis)
-        parts = patch.add_op("Split", [turned, *op.inputs[1:]], attrs, outputs=len(values), src=op.src)
-        for port, turn in enumerate(turns):
-            patch.replace(turn.value, Value(parts.id, port))
-
-    return Match((op, *turns), build)
 
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
@@ -204,15 +182,6 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     return Match((root, found["swap"], found["split"], *([] if norm is None else [norm])), build)
 
 
-def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | None:
-    """The channel axes in the result of the Reshape ``flat`` of an image, if ``perm`` puts the last channel axis last."""
-    image = operand(flat)
-    channels = channel_axes(shape_of(graph, image), flat.outputs[0].type.shape)
-    if perm is None or channels is None or perm[-1] != channels.stop - 1:
-        return None
-    return channels if is_image(graph, image) else None
-
-
 @rule("activate_image", RESHAPES)
 def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     """An activation of a convolution's tokens moves to the image, where the convolution's epilogue can absorb it."""
@@ -272,7 +241,6 @@ def turned_units(graph: Graph, op: Op) -> Match | None:
 class ImageTokens(RulePass):
     name = "image_tokens"
     rules = (
-        split_tokens,
         image_to_tokens,
         tokens_to_image,
         joined_pixels,

@@ -26,8 +26,9 @@ from optdnn.ops.index import ConcatAttrs, CumulativeAttrs, PadAttrs
 from optdnn.ops.linear_attention import BETA, DECAY, PAST
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import exchange_last, integers, operand, reshaped, sliced
+from optdnn.passes.support.facts import HEADS_FIRST, exchange_last, integers, operand, reshaped, sliced
 from optdnn.passes.support.triangular import chosen, inverse_of_rest, times
+from optdnn.passes.support.views import transposed
 from optdnn.types import FP32, Array, DType
 
 CHUNK = 64
@@ -88,7 +89,7 @@ def linear_attention(graph: Graph, op: Op) -> Match | Miss | None:
         given_operands = _operands(patch, op, sizes)
         by_token = tokens <= (MOST_STEPS if per_feature else FEW)
         made, last = (_steps if by_token else _chunks)(patch, given_operands, sizes)
-        flat = patch.add("Transpose", [made], TransposeAttrs((0, 2, 1, 3)))
+        flat = transposed(patch, made, HEADS_FIRST)
         results = _reshaped(patch, flat, batch, tokens, sizes.heads * sizes.values), last
         for port, result in enumerate(results):
             patch.replace(Value(op.id, port), _as_type(patch, result, op.outputs[port].type.dtype))
@@ -117,7 +118,7 @@ def _heads(patch: Patch, x: Value | None, s: _Sizes, size: int) -> Value:
     assert x is not None
     found = patch.type(x).static_shape[2] // size
     y = _reshaped(patch, _as_type(patch, x, s.dtype), s.batch, s.tokens, found, size)
-    y = patch.add("Transpose", [y], TransposeAttrs((0, 2, 1, 3)))
+    y = transposed(patch, y, HEADS_FIRST)
     if found == s.heads:
         return y
     apart = _reshaped(patch, y, s.batch, found, 1, s.tokens, size)

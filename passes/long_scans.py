@@ -162,7 +162,7 @@ def _scanned(graph: Graph, op: Op, steps: _Steps) -> Match | Miss:
     constants = {o.value: o.attrs.value for o in body.of_kind("Constant")}
     read = dict.fromkeys(_behind(body, v) for o in inner for v in o.inputs if v is not None)
     others = [v for v in read if v in steps.others or (v in constants and v not in steps.sequences)]
-    if (why := _refused(graph, op, steps, inner, read, len(others), constants)) is not None:
+    if (why := _refused(graph, steps, inner, read, len(others), constants)) is not None:
         return Miss(why)
     register = {o.value: ~(k + 1) for k, o in enumerate(inner)}
     slot = {v: k for k, v in enumerate((*steps.states, *steps.sequences, *others))}
@@ -225,7 +225,6 @@ def _only_goes_on(body: Graph, op: Op, steps: _Steps) -> bool:
 
 def _refused(
     graph: Graph,
-    op: Op,
     steps: _Steps,
     inner: Sequence[Op],
     read: Mapping[Value, None],

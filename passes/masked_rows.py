@@ -9,7 +9,7 @@ a threshold itself. With it, the suppression reads all boxes, and returns indice
 
 Further rules of this pass:
 
-- ``passes/rules/mask_positions.py``: equal masks have one NonZero, whose number of positions is one symbol.
+- ``passes/rules/mask_positions.py``: the sum of a mask is the number of its positions (PyTorch's ``y[mask] = f(x[mask])``).
 - ``passes/rules/class_loops.py``: a loop over classes that selects the best boxes of each class (SSD) becomes one selection.
 - ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
@@ -34,7 +34,7 @@ from optdnn.passes.rules.best_rows import best_rows
 from optdnn.passes.rules.bounded_keys import bounded_keys
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
-from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, same_positions, uncut, unrepeated
+from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, uncut, unrepeated
 from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
 from optdnn.passes.rules.rows_in_order import rows_in_order
@@ -259,7 +259,6 @@ def _elements(dims: Shape, rows: int) -> int:
 class MaskedRows(RulePass):
     name = "masked_rows"
     rules = (
-        same_positions,
         positions_count,
         expand_to_positions,
         best_of_classes,

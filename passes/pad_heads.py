@@ -2,9 +2,10 @@
 
 Zeros after the features of queries and keys do not change the scores, and zeros after the features of values give columns that
 nothing reads. The weights of projections get the zeros: as columns in the projections that compute the heads, as rows in the one
-that reads the result. So no launch is added. If no projection reads the result, a Slice takes its first features. Heads that
-cannot be widened, because other operators read the same projection (halves of DAT's heads with windows of two shapes), are padded
-by a launch if this takes less time than to write and read all scores, as attention without such a kernel does.
+that reads the result. So no launch is added. If no projection reads the result, a Slice takes its first features.
+
+Heads cannot be widened if other operators read the same projection (halves of DAT's heads with windows of two shapes). A launch
+pads such heads if it takes less time than attention without such a kernel, which writes and reads all scores.
 """
 
 from __future__ import annotations

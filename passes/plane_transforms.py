@@ -163,17 +163,17 @@ class _Plane:
         taken = list(self.dims)
         for t in self.by_axis:
             taken[t.axis] = t.taken
-        return self._rows(tuple(taken), self.dims[-1])
+        return self._rows(tuple(taken))
 
     def unpacked(self, parts: int) -> tuple[int, ...] | None:
         sizes = (*self.results[:-1], parts)
-        rows = self._shape_of_rows(sizes, parts)
+        rows = self._shape_of_rows(sizes)
         return reshape_target(rows, tuple(sizes[i] for i in self.order))
 
-    def _rows(self, sizes: Shape, parts: object) -> tuple[int, ...] | None:
-        return reshape_target(tuple(sizes[i] for i in self.order), self._shape_of_rows(sizes, parts))
+    def _rows(self, sizes: Shape) -> tuple[int, ...] | None:
+        return reshape_target(tuple(sizes[i] for i in self.order), self._shape_of_rows(sizes))
 
-    def _shape_of_rows(self, sizes: Shape, parts: object) -> Shape:
+    def _shape_of_rows(self, sizes: Shape) -> Shape:
         points = math.prod(sizes[i] for i in (self.axis, self.axis + 1))
         columns = (math.prod(sizes[i] for i in self.behind),) if self.behind else ()
         return (*(sizes[i] for i in self.lead), points * sizes[-1], *columns)

@@ -1,9 +1,9 @@
 """Sums over an axis of channel groups that a Reshape made become additions of these groups in place.
 
-Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``, sums over the radix, takes the means
-of all positions, and later sums the groups again, each times its own factor per image and channel. In channels-last order the
-view is a copy of the image, and the sums read and write it again. This pass takes the means of all channels first, and adds them
-then. The factors and the second sum become one pointwise operator, which reads each group in place.
+Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``. It sums over the radix and takes the
+means of all positions. Later it multiplies each group by a factor per image and channel, and sums the groups again. In
+channels-last order the view is a copy of the image, and the sums read and write it again. This pass takes the means of all
+channels first, and adds them then. The factors and the second sum become one pointwise operator, which reads each group in place.
 """
 
 from __future__ import annotations

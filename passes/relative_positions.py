@@ -27,7 +27,17 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.facts import (
+    HEADS_FIRST,
+    RESHAPES,
+    integers,
+    ints,
+    operand,
+    producer,
+    reshaped,
+    shape_of,
+    sliced,
+)
 from optdnn.passes.support.paths import path_to
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
@@ -303,7 +313,7 @@ def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
     if op.attrs.prologue or op.attrs.epilogue or _is_gathered(graph, op):
         return None
     turn = producer(graph, op.inputs[0], {"Transpose"})
-    if turn is None or turn.attrs.perm != (0, 2, 1, 3):
+    if turn is None or turn.attrs.perm != HEADS_FIRST:
         return Miss("the heads of a row do not lie together in front of it")
 
     def build(patch: Patch) -> Value:

@@ -11,9 +11,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import heads_sizes, integers, operand, reshaped
+from optdnn.passes.support.facts import HEADS_FIRST, heads_sizes, integers, operand, reshaped
+from optdnn.passes.support.views import transposed
 
 TILE = 64
 """Queries of a tile, and keys of a tile."""
@@ -21,7 +21,6 @@ MOST_TOKENS = 16
 """Most tokens of an item: with more, less than three quarters of a tile would be idle."""
 FEWEST_ITEMS = 2048
 """Fewest items times heads: with fewer, joined items would be too few blocks to keep all multiprocessors busy."""
-_HEADS_FIRST = TransposeAttrs((0, 2, 1, 3))
 
 
 @rule("one_key", {"Attention"})
@@ -57,9 +56,9 @@ def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> None:
         given = [_joined(patch, operand(op, i), shape, together) for i, shape in enumerate(shapes)]
         y = patch.add_op("Attention", [*given, patch.constant(mask[None, None], "items")], op.attrs).value
-        y = patch.add("Transpose", [y], _HEADS_FIRST)
+        y = transposed(patch, y, HEADS_FIRST)
         y = reshaped(patch, y, (batch, queries, heads, shapes[2][3]))
-        patch.replace(op.value, patch.add("Transpose", [y], _HEADS_FIRST))
+        patch.replace(op.value, transposed(patch, y, HEADS_FIRST))
 
     return Match((op,), build)
 
@@ -67,9 +66,9 @@ def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
 def _joined(patch: Patch, x: Value, shape: tuple[int, ...], together: int) -> Value:
     """Items [B, H, T, D] as [B / together, H, together * T, D]."""
     batch, heads, tokens, width = shape
-    x = patch.add("Transpose", [x], _HEADS_FIRST)
+    x = transposed(patch, x, HEADS_FIRST)
     x = reshaped(patch, x, (batch // together, together * tokens, heads, width))
-    return patch.add("Transpose", [x], _HEADS_FIRST)
+    return transposed(patch, x, HEADS_FIRST)
 
 
 def _is_plain(graph: Graph, op: Op) -> bool:

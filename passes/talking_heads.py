@@ -24,12 +24,12 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.attention_scores import factor_of, has_stages
-from optdnn.passes.support.facts import integers, operand, producer, reshaped
+from optdnn.passes.support.facts import HEADS_FIRST, integers, operand, producer, reshaped
 from optdnn.passes.support.products import added_vector
+from optdnn.passes.support.views import transposed
 from optdnn.types import Array, normalize_axis
 
 WIDEST = 512
@@ -38,7 +38,6 @@ WIDE = frozenset({"fp32", "fp64"})
 """Precisions whose attention has no kernel for so many features: the maps are stored."""
 TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
 """Permutations that move the heads after queries and keys, and back."""
-EXCHANGE = TransposeAttrs((0, 2, 1, 3))
 MAPS = frozenset({"MatMul", "Softmax"})
 """Operators that read or write the maps of heads."""
 AROUND = frozenset({"Add", "Div", "Mul", "Where"})
@@ -207,16 +206,16 @@ def _rewrite(patch: Patch, op: Op, scores: Op, before: Mixing, after: Mixing) ->
     batch, heads, rows, size = graph.type(queries).static_shape
     _, _, count, valued = graph.type(values).static_shape
     mixed = before.matrix.shape[1]
-    q = reshaped(patch, patch.add("Transpose", [queries], EXCHANGE), (batch, 1, rows, heads * size))
+    q = reshaped(patch, transposed(patch, queries, HEADS_FIRST), (batch, 1, rows, heads * size))
     weights = np.repeat(before.matrix.T, size, axis=1) * before.matrix.dtype.type(factor)
     q = patch.add("Mul", [q, patch.constant(weights[None, :, None, :], "mixed")])
     maps = patch.add("MatMul", [q, reshaped(patch, keys, (batch, 1, heads * size, count))], MatMulAttrs())
     maps = patch.add("Softmax", [maps], SoftmaxAttrs(-1))
-    v = reshaped(patch, patch.add("Transpose", [values], EXCHANGE), (batch, 1, count, heads * valued))
+    v = reshaped(patch, transposed(patch, values, HEADS_FIRST), (batch, 1, count, heads * valued))
     y = patch.add("MatMul", [maps, v], MatMulAttrs())
-    y = reshaped(patch, patch.add("Transpose", [y], EXCHANGE), (batch, rows, mixed * heads * valued))
+    y = reshaped(patch, transposed(patch, y, HEADS_FIRST), (batch, rows, mixed * heads * valued))
     y = patch.add("MatMul", [y, patch.constant(_taken(after.matrix, valued), "heads")], MatMulAttrs())
-    y = patch.add("Transpose", [reshaped(patch, y, (batch, rows, heads, valued))], EXCHANGE)
+    y = transposed(patch, reshaped(patch, y, (batch, rows, heads, valued)), HEADS_FIRST)
     if after.vector is not None:
         total = patch.add("ReduceSum", [values, integers(patch, [2], "axes")], ReduceAttrs(True))
         shares = patch.constant(after.vector.reshape(1, heads, 1, 1), "shares")

@@ -27,12 +27,11 @@ HE = 2.0
 
 # Scales of BatchNormalization, lowest and highest.
 PLAIN = (0.7, 1.3)
-# At the end of a residual branch. With branches as strong as the path they are added to, a random network of fifty
-# layers is chaotic and one picture's activations outgrow the next one's tenfold (hence the zeros that Goyal et al.,
-# "Accurate, Large Minibatch SGD", 2017, start these scales from).
+# At the end of a residual branch. If branches are as strong as the path that they are added to, a random network of fifty
+# layers is chaotic: one picture's activations outgrow the next one's tenfold. (Goyal et al., "Accurate, Large Minibatch
+# SGD", 2017, start these scales from zero for this reason.)
 BRANCH = (0.2, 0.6)
-# Before SiLU, which amplifies large signals by more than small ones while these are below about 2: fifty layers of it
-# do the same.
+# Before SiLU. Below about 2, it amplifies large signals by more than small ones, so fifty layers of it are chaotic, too.
 BEFORE_SILU = (1.5, 3.0)
 
 
@@ -48,9 +47,9 @@ def normal(std: float, mean: float = 0.0) -> Init:
 def centered(std: float) -> Init:
     """Normal weights, each output's with a sum of zero where it has 16 input channels or more.
 
-    Inputs past an activation are mostly positive. A filter with a sum turns their common mean into an offset that
-    running statistics take out only for the average picture, so that from layer to layer pictures drift apart in
-    scale (Qiao et al., "Weight Standardization", 2019, center trained filters too).
+    Inputs past an activation are mostly positive. A filter whose sum is not zero turns their common mean into an offset.
+    Running statistics remove it only for the average picture, so from layer to layer pictures drift apart in scale.
+    (Qiao et al., "Weight Standardization", 2019, center trained filters, too.)
     """
 
     def init(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -343,9 +342,9 @@ class Net(GraphBuilder):
         """``gate * x`` with a gate (batch, channels, 1, 1): squeeze-and-excitation."""
         return self.node("Mul", [gate, x], x.shape, probe=on_probe(np.multiply, gate, x))
 
-    def binary(self, op_type: str, x: Value, constant: Any, dtype: Any = np.float32) -> Value:
+    def binary(self, op_type: str, x: Value, constant: Any) -> Value:
         """A pointwise operator with a scalar constant as its second operand."""
-        return self.node(op_type, [x, self.const(constant, dtype)], x.shape)
+        return self.node(op_type, [x, self.const(constant, np.float32)], x.shape)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
         """Slice one axis, from ``start`` to ``stop`` (both within it) by ``step``."""

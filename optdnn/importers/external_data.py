@@ -34,8 +34,8 @@ class ExternalData:
     def read(self, tensor: str, entries: Mapping[str, str], nbytes: int) -> Array:
         """The ``nbytes`` little-endian bytes of ``tensor`` as a read-only uint8 array over the mapped file.
 
-        Raises ModelError naming the tensor and the path when the file is missing, lies outside of the folder, or is too
-        short, or when ``length`` is not the number of bytes that the tensor's shape and type need.
+        Raises ModelError naming the tensor and the path if the file is missing, lies outside of the folder or is too short.
+        The same if ``length`` is not the number of bytes that the tensor's shape and type need.
         """
         where = f"{self._model}: tensor {tensor!r}"
         location = entries.get("location", "")

@@ -88,9 +88,9 @@ def floating(call: Call) -> TensorType:
     return x
 
 
-def emit(e: Emit, kind: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Ref:
-    """Add one op of any kind with attributes by name; returns its first output."""
-    return e.op(kind, inputs, e.definition(kind).attrs(**attrs), outputs=outputs)[0]
+def emit(e: Emit, kind: str, *inputs: Any, **attrs: Any) -> Ref:
+    """Add one op of any kind with attributes by name; returns its output."""
+    return e.op(kind, inputs, e.definition(kind).attrs(**attrs))[0]
 
 
 def required(node: NodeSpec, name: str) -> Any:

@@ -35,12 +35,7 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The returned cache has the length of the given one,
     or total_sequence_length if that is larger. With sliding_window_cache, a cache of any length holds the last positions only.
     """
-    for name in ("qk_output", "k_quant_type", "v_quant_type"):
-        if node.get(name, 0) not in (0, "NONE"):
-            raise Unsupported(f"{name}={node.get(name)}")
-    for i, name in ((10, "attention_bias"), (12, "k_scale"), (13, "v_scale")):
-        if node.input(i) is not None:
-            raise Unsupported(f"the operand {name}")
+    _check_supported(node)
     heads, groups = int(required(node, "num_heads")), int(required(node, "kv_num_heads"))
     x, seqlens, total = node.input(0), node.input(5), node.input(6)
     if x is None or seqlens is None or total is None:
@@ -51,26 +46,12 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     steps = emit(e, "Shape", q, start=2, end=3)
     zero, one = np.array([0], np.int64), np.array([1], np.int64)
     ends = emit(e, "Add", _int64(e, seqlens, flat=True), one)
-    held = emit(
-        e, "Max", emit(e, "Sub", ends, steps), zero
-    )  # a first call holds no positions, although its rows are padded on the right
+    held = emit(e, "Max", emit(e, "Sub", ends, steps), zero)  # none in a first call, whose rows are padded on the right
     offsets = np.arange(length) if isinstance(length, int) else _range(e, steps)
     column = emit(e, "Unsqueeze", held, one)
     positions = emit(e, "Add", column, offsets)  # (batch, length)
     if node.get("do_rotary", 0):
-        given = node.input(9)
-        at = positions if given is None else _int64(e, given)
-        cos, sin = node.input(7), node.input(8)
-        if cos is None or sin is None:
-            raise ShapeError("GroupQueryAttention with do_rotary needs cos_cache and sin_cache")
-        turns = [emit(e, "Gather", c, at, axis=0) for c in (cos, sin)]
-        half = e.type(cos).dims[1]
-        size = e.type(q).dims[3]
-        attrs = RotaryAttrs(
-            bool(node.get("rotary_interleaved", 0)),
-            2 * half if isinstance(half, int) and isinstance(size, int) and 2 * half != size else 0,
-        )
-        (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
+        q, k = _rotated(node, e, q, k, positions)
     window = int(node.get("local_window_size", -1))
     written, first = held, None
     if node.get("sliding_window_cache", 0):
@@ -96,6 +77,30 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     pairs = ((k, node.input(3)), (v, node.input(4)))
     present = [_present(e, c, past, total) if first is None else _last_rows(e, c, past, first) for c, past in pairs]
     return (y, *present)[: len(node.outputs)]
+
+
+def _check_supported(node: NodeSpec) -> None:
+    """Raise Unsupported for options and operands of GroupQueryAttention that have no form here."""
+    for name in ("qk_output", "k_quant_type", "v_quant_type"):
+        if node.get(name, 0) not in (0, "NONE"):
+            raise Unsupported(f"{name}={node.get(name)}")
+    for i, name in ((10, "attention_bias"), (12, "k_scale"), (13, "v_scale")):
+        if node.input(i) is not None:
+            raise Unsupported(f"the operand {name}")
+
+
+def _rotated(node: NodeSpec, e: Emit, q: Ref, k: Ref, positions: Ref) -> tuple[Ref, Ref]:
+    """Queries and keys, rotated by the angles of their positions: ``positions``, unless the node has an operand for them."""
+    given, cos, sin = node.input(9), node.input(7), node.input(8)
+    at = positions if given is None else _int64(e, given)
+    if cos is None or sin is None:
+        raise ShapeError("GroupQueryAttention with do_rotary needs cos_cache and sin_cache")
+    turns = [emit(e, "Gather", c, at, axis=0) for c in (cos, sin)]
+    half, size = e.type(cos).dims[1], e.type(q).dims[3]
+    features = 2 * half if isinstance(half, int) and isinstance(size, int) and 2 * half != size else 0
+    attrs = RotaryAttrs(bool(node.get("rotary_interleaved", 0)), features)
+    (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
+    return q, k
 
 
 def _normalized(node: NodeSpec, e: Emit, q: Ref, k: Ref) -> tuple[Ref, Ref]:

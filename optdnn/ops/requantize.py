@@ -1,9 +1,9 @@
 """The constants of a quantized operator: the way from sums of 8-bit products to stored results.
 
 A sum ``a`` of products becomes ``x = float(a) * m[c]``, ``x = x + b[c]`` and so on through the stages, and finally
-``saturate(round_half_even(x) + zero)``. Each step is one fp32 rounding; nothing is contracted. If every stage allows it
-(bias, addition, ReLU, Clip, ...), ``m``, ``b`` and the other constants are divided by the result's scale beforehand, in float64,
-and rounded once, so that x counts steps of the result. Otherwise a multiplication by the reciprocal comes last.
+``saturate(round_half_even(x) + zero)``. Each step is one fp32 rounding; nothing is contracted. If every stage allows it (bias,
+addition, ReLU, Clip, ...), x counts steps of the result: ``m``, ``b`` and the other constants are divided by the result's scale
+beforehand, in float64, and rounded once. Otherwise a multiplication by the reciprocal comes last.
 """
 
 from __future__ import annotations

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.config import PRECISIONS
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.precision.latency import Timed
+from optdnn.precision.latency import OperatorTimes, Timed
 from optdnn.precision.margins import Margins, merged
-from optdnn.precision.plans import Problem
-from optdnn.precision.sensitivity import Sensitivity
+from optdnn.precision.plans import Problem, Space
+from optdnn.precision.sensitivity import Sensitivities, Sensitivity
+from optdnn.types import is_float
 
 NOTHING_US, NOTHING = 0.05, 0.03
 """Differences of times below this (µs), or below this fraction of a time, are ignored: counters scatter as much."""
@@ -51,6 +52,12 @@ class Candidate:
         """The drop to expect from margins, on all samples of its measurements; None for a metric without margins."""
         known = [m for m in (self.margins, self.margins_unseen) if m is not None]
         return merged(known, sum(m.part for m in known)).expected() if known else None
+
+    @property
+    def right(self) -> float | None:
+        """The percentage of samples that it predicts correctly; None for a metric without margins."""
+        known = [m for m in (self.margins, self.margins_unseen) if m is not None]
+        return 100 * sum(m.right for m in known) / sum(m.count for m in known) if known else None
 
     @property
     def searched(self) -> float:
@@ -126,6 +133,34 @@ class NodeFacts:
         if self.sensitivity:
             plain["sensitivity"] = {p: s.to_plain() for p, s in self.sensitivity.items() if p != "fp32"}
         return plain | ({"refused": dict(self.refused)} if self.refused else {})
+
+
+def node_facts(
+    space: Space,
+    plan: PrecisionPlan,
+    times: OperatorTimes | None,
+    sensitivities: Sensitivities,
+    offered: Collection[str],
+) -> list[NodeFacts]:
+    """The facts of each op with a float result. ``offered``: the precisions that were tried; their refusals are told."""
+    return [
+        NodeFacts(
+            key=choice.key,
+            kind=choice.kind,
+            nodes=choice.nodes,
+            precision=space.runs(plan, choice.key),
+            times={} if times is None else times.table.get(choice.key, {}),
+            sensitivity={p: s for (k, p), s in sensitivities.table.items() if k == choice.key},
+            refused={
+                **{p: why for p, why in choice.refused.items() if p in offered},
+                **{p: why for (k, p), why in sensitivities.failed.items() if k == choice.key},
+            },
+            pin=space.pins.get(choice.key),
+            follows=choice.key not in space.variables,
+        )
+        for choice in space.choices.values()
+        if is_float(space.by_key[choice.key].outputs[0].type.dtype)
+    ]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops
 from optdnn.passes.support.precision import key
-from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
@@ -55,14 +55,13 @@ class OperatorTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Operations and bytes per microsecond of one GPU, and the microseconds that a kernel launch costs.
+    """Operations and bytes per microsecond of one GPU.
 
     Well-tuned kernels reach about half of a GPU's peaks on networks, and two thirds of its bandwidth.
     """
 
     ops: Mapping[str, float]
     bandwidth: float
-    launch_us: float
 
     @classmethod
     def of(cls, gpu: GpuFacts) -> Roofline:
@@ -73,7 +72,7 @@ class Roofline:
         ops = {"fp32": cycles * 2 * gpu.lanes, "tf32": matrix / 2, "fp16": matrix, "bf16": matrix, "int8": integers}
         if gpu.capability >= FIRST_WITH_FP8:
             ops["fp8"] = 2 * matrix
-        return cls(ops, gpu.bandwidth * 1e-6 * 2 / 3, 2.0 if launches_early(gpu.arch) else 2.5)
+        return cls(ops, gpu.bandwidth * 1e-6 * 2 / 3)
 
 
 def by_operator(

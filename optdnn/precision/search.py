@@ -30,7 +30,7 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.account import Candidate, NodeFacts, Reasons, SearchReport
+from optdnn.precision.account import Candidate, Reasons, SearchReport, node_facts
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.gpu_target import GpuTarget
@@ -43,7 +43,6 @@ from optdnn.precision.targets import SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
 from optdnn.tuning.timing_cache import TimingCache
-from optdnn.types import is_float
 
 BUDGET_SECONDS = 120.0
 """For sensitivities and the search, if the user gives no budget. Calibration, the single precisions, the times of operators and
@@ -400,7 +399,9 @@ class _Search:
         times = next((t for t in tables if t.library == library), tables[0] if tables else None)
         problem = None if times is None else self.problems[times.library]
         why = Reasons(chosen, self.candidates, problem, self.bound, self.metric.unit)
-        facts = [replace(f, reason=why.of(f)) for f in self._facts(chosen, times)]
+        offered = {p for text in self.driver.offers for p in text.split("+")}
+        facts = node_facts(self.space, chosen.plan, times, self.sensitivities, offered)
+        facts = [replace(f, reason=why.of(f)) for f in facts]
         account = SearchReport(
             metric=self.metric.name,
             unit=self.metric.unit,
@@ -414,42 +415,12 @@ class _Search:
             nodes=facts,
             latency="" if times is None else times.source,
             measured=any(c.ms is not None for c in self.candidates),
-            right=self._right(),
+            right=self.candidates[0].right if self.seen.labels is not None else None,
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
         alone = chosen.name if self._alone(chosen) else None
         return SearchResult(plan, chosen.label, account, self.calibration, met, alone, self.passes)
-
-    def _right(self) -> float | None:
-        """The percentage of samples that fp32 predicts correctly."""
-        first = self.candidates[0]
-        known = [m for m in (first.margins, first.margins_unseen) if m is not None]
-        if not known or self.seen.labels is None:
-            return None
-        return 100 * sum(m.right for m in known) / sum(m.count for m in known)
-
-    def _facts(self, chosen: Candidate, times: OperatorTimes | None) -> list[NodeFacts]:
-        offered = {p for text in self.driver.offers for p in text.split("+")}
-        failed = self.sensitivities.failed
-        return [
-            NodeFacts(
-                key=choice.key,
-                kind=choice.kind,
-                nodes=choice.nodes,
-                precision=self.space.runs(chosen.plan, choice.key),
-                times={} if times is None else times.table.get(choice.key, {}),
-                sensitivity={p: s for (k, p), s in self.sensitivities.table.items() if k == choice.key},
-                refused={
-                    **{p: why for p, why in choice.refused.items() if p in offered},
-                    **{p: why for (k, p), why in failed.items() if k == choice.key},
-                },
-                pin=self.space.pins.get(choice.key),
-                follows=choice.key not in self.space.variables,
-            )
-            for choice in self.space.choices.values()
-            if is_float(self.space.by_key[choice.key].outputs[0].type.dtype)
-        ]
 
 
 def _fastest(good: Sequence[Candidate]) -> Candidate:

@@ -5,8 +5,8 @@ overlap and cover the image, the table holds every index of the axis once: it is
 Col2Im.
 
 transformers reads the mask of a language model by the positions of all queries and keys, which is exported as a GatherND. PyTorch's
-dynamo exporter writes an upsampling to exact nearest pixels as a GatherND of the pixels, with the image's axes first, and a list of
-positions (Falcon's keys and values among the heads) as a GatherND of rows.
+dynamo exporter writes an upsampling to exact nearest pixels as a GatherND of the pixels, with the image's axes first. It writes a
+list of positions (Falcon's keys and values among the heads) as a GatherND of rows.
 """
 
 from __future__ import annotations

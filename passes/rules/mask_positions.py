@@ -1,7 +1,7 @@
-"""The positions of a mask get one form: one NonZero for each mask, whose number of positions is one symbol.
+"""Assignments by a mask, as PyTorch's exporters write them: the number of the mask's positions is one symbol.
 
-PyTorch's exporters write ``y[mask] = f(x[mask])`` with a NonZero for each use. They repeat the mask along the last axes of ``y``.
-The exporter of TorchScript cuts the values to the number of positions; that of torch.export expands them to the sum of the mask.
+The exporters write ``y[mask] = f(x[mask])`` with NonZero. They repeat the mask along the last axes of ``y``. The exporter of
+TorchScript cuts the values to the number of positions; that of torch.export expands them to the sum of the mask.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand, producer, same_shape
 from optdnn.types import BOOL, INT64, product
-
-
-@rule("same_positions", {"NonZero"})
-def same_positions(graph: Graph, op: Op) -> Match | Miss | None:
-    """A mask's positions are computed once, so that their number is one symbol."""
-    others = [u for u in graph.users(operand(op)) if u.kind == "NonZero" and u.id < op.id]
-    return Match((op,), lambda patch: others[0].value) if others else None
 
 
 @rule("positions_count", {"NonZero"})

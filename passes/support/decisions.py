@@ -64,9 +64,9 @@ def decides(graph: Graph, op: Op) -> bool:
 
 
 def _compares(graph: Graph) -> set[int]:
-    """The ids of the ops that compare, as an op or as a stage, a float with one that is selected from pointwise results, or that
-    ask whether such a result equals another computed float. A kernel may compute one of the two in its registers. Values
-    that a layer stored are the same for all readers."""
+    """The ids of the ops that compare two computed floats, as an op or as a stage: with a float that is selected from pointwise
+    results, or for equality with such a result. A kernel may compute one of the two in its registers. Values that a layer stored
+    are the same for all readers."""
     found = set[int]()
     for op in graph.order():
         if op.kind not in COMPARES and (

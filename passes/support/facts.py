@@ -194,6 +194,10 @@ def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
     return all(v is not None and non_negative(graph, v, depth - 1) for v in sources)
 
 
+HEADS_FIRST = (0, 2, 1, 3)
+"""The permutation that exchanges positions and heads: (B, S, H, D) -> (B, H, S, D), or back."""
+
+
 def channels_to_last(rank: int) -> tuple[int, ...]:
     """The permutation that puts the second axis last: (N, C, ...) -> (N, ..., C)."""
     return (0, *range(2, rank), 1)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.support.facts import HEADS_FIRST
 from optdnn.passes.support.views import Move, View, trace
 from optdnn.types import Shape, normalize_axis
-
-HEADS_FIRST = (0, 2, 1, 3)
-"""(batch, sequence, heads, features) -> (batch, heads, sequence, features)."""
 
 
 def unrepeated(graph: Graph, view: View) -> View | None:

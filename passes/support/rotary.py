@@ -8,14 +8,13 @@ from optdnn.ir.graph import Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.support.facts import HEADS_FIRST
 from optdnn.types import Shape
 
 PLAIN = (0, 1, 2, 3)
-SWAP = (0, 2, 1, 3)
-"""Exchanges heads and positions."""
 HEADS_AS_IMAGES = (1, 0, 2, 3)
 """Exchanges images and heads, since the op may have separate angles for each image but not for each head."""
-ORDERS = (PLAIN, SWAP, HEADS_AS_IMAGES)
+ORDERS = (PLAIN, HEADS_FIRST, HEADS_AS_IMAGES)
 """Permutations of the Transposes around the op, the simplest first. Each is its own inverse."""
 
 

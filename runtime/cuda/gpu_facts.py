@@ -19,11 +19,11 @@ HOPPER = 9
 class GpuFacts:
     """The facts of one GPU. Sizes in bytes.
 
-    ``clock`` is the multiprocessors' clock in Hz, ``bandwidth`` the memory's bytes per second. ``matrix_ops`` is the number of
-    dense 16-bit tensor-core operations of a multiprocessor per clock with fp32 accumulators, ``integer_ops`` the same for 8-bit
-    integers, ``lanes`` its fp32 multiply-adds per clock (a multiply-add counts as two operations).
-    ``clusters`` pairs cluster sizes with the number of such clusters that run at once, each block alone on its multiprocessor; it
-    is empty except on Hopper. ``slug`` is the name in a target.
+    ``clock`` is the multiprocessors' clock in Hz, ``bandwidth`` the memory's bytes per second. The next three are of one
+    multiprocessor per clock. ``matrix_ops``: dense 16-bit tensor-core operations with fp32 accumulators; ``integer_ops``: the
+    same for 8-bit integers; ``lanes``: fp32 multiply-adds (a multiply-add counts as two operations). ``clusters`` pairs cluster
+    sizes with the number of such clusters that run at once, each block alone on its multiprocessor; it is empty except on Hopper.
+    ``slug`` is the name in a target.
     """
 
     name: str

@@ -73,9 +73,17 @@ def test_every_command_and_option_shown_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages() if README.exists() else [], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_to_files_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not heading or linked.suffix != ".md" or heading in anchors(linked), f"{target}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings: lower case, hyphens for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
 
 
 def use_section() -> str:

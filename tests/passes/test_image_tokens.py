@@ -185,42 +185,15 @@ def cascaded(n: Net, batch: int) -> Graph:
     return n.done(n.conv(n.op("Concat", image, n.conv(n.input(batch, 8, 4, 5), 16), attrs=ConcatAttrs(1)), 8))
 
 
-def head_parts(n: Net, batch: int) -> tuple[Value, ...]:
-    """Queries, keys and values, (batch, 2, 8 or 16, 20), from an image whose channels are those of each head."""
-    flat = n.op("Reshape", n.conv(n.input(batch, 8, 4, 5), 64), n.ints(0, 2, 32, -1))
-    return n.op("Split", flat, n.ints(8, 8, 16), outputs=3, attrs=SplitAttrs(2))
-
-
-def joint(n: Net, batch: int) -> Graph:
-    """Attention as in LeViT."""
-    turn = TransposeAttrs((0, 1, 3, 2))
-    q, k, v = (n.op("Transpose", part, attrs=turn) for part in head_parts(n, batch))
-    scores = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=turn)))
-    image = n.op("Reshape", n.op("Transpose", n.op("MatMul", scores, v), attrs=turn), n.ints(batch, 32, 4, 5))
-    return n.done(n.conv(n.op("HardSwish", image), 8))
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_channels_that_are_split_into_parts_of_heads_are_moved_last_before(batch: int) -> None:
-    rules = {"split_tokens": 1, "image_to_tokens": 1, "tokens_to_image": 1}
-    done, _ = check_pass(ImageTokens(), joint(Net(np.float64), batch), changes=3, rules=rules)
-    assert done.of_kind("Split")[0].attrs.axis == 3
-
-
-def test_parts_that_are_not_transposed_alike_stay() -> None:
-    n = Net(np.float64)
-    q, k, v = head_parts(n, 2)
-    q = n.op("Transpose", q, attrs=TransposeAttrs((0, 1, 3, 2)))
-    check_refused(ImageTokens(), n.done(q, k, v), because="not all transposed alike")
-    n = Net(np.float64)
-    flat = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 2, 3, -1))
-    first, second = n.op("Split", flat, n.ints(1, 2), outputs=2, attrs=SplitAttrs(2))
-    turns = [n.op("Transpose", part, attrs=TransposeAttrs((0, 3, 2, 1))) for part in (first, second)]
-    check_untouched(ImageTokens(), n.done(*turns))  # parts of a head do not stay together
-
-
 def test_on_a_gpu_parts_of_heads_are_views() -> None:
-    program = check_simulated(joint(Net(), 2), "fp16")
+    """Attention as in LeViT: queries, keys and values of a head are consecutive channels of an image."""
+    n, turn = Net(), TransposeAttrs((0, 1, 3, 2))
+    flat = n.op("Reshape", n.conv(n.input(2, 8, 4, 5), 64), n.ints(0, 2, 32, -1))
+    parts = n.op("Split", flat, n.ints(8, 8, 16), outputs=3, attrs=SplitAttrs(2))
+    q, k, v = (n.op("Transpose", part, attrs=turn) for part in parts)
+    scores = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=turn)))
+    image = n.op("Reshape", n.op("Transpose", n.op("MatMul", scores, v), attrs=turn), n.ints(2, 32, 4, 5))
+    program = check_simulated(n.done(n.conv(n.op("HardSwish", image), 8)), "fp16")
     steps = [s.params["op"]["kind"] for s in program.steps]
     assert steps[-4:] == ["Attention", "Pointwise", "Conv", "Pointwise"]
     assert steps.count("Copy") == 1  # of the network's input

@@ -12,7 +12,6 @@ from precision.nets import perceptron
 from precision.numpy_driver import DATA, TIMES, Numpy, another_network, find, node
 
 from optdnn.calibration import calibrate
-from optdnn.compiler import _not_met
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
 from optdnn.ir.evaluate import evaluate
@@ -21,6 +20,7 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support import quantize
 from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.precision.auto import not_met
 from optdnn.precision.targets import assigned
 from optdnn.report.precision import columns, declined, rows, sentences
 from optdnn.runtime.engine import Engine
@@ -306,7 +306,7 @@ def test_a_bound_that_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pyte
     assert not found.met
     closest = found.account.candidate()
     assert closest.drop == closest.verified == 0.0
-    error = _not_met(found.account)
+    error = not_met(found.account)
     assert f"{closest.expected:.3g} expected from margins" in str(error)
     assert f"--max-drop {closest.worst:.3g}" in (error.hint or "")
 

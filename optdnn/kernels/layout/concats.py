@@ -33,14 +33,15 @@ _REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers of concatenations. Producers of the parts then write them in place.
 
-    The last concatenation chooses first. Chains of growing concatenations (DenseNet) therefore share one buffer, even if each is a
-    part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
-    begin at a multiple of 8 channels for TMA, unless reductions write all parts (CBAM's means and maxima over channels): these store one
-    element after another. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
-    result, write in place. Products, attention, norms, pointwise operators and depthwise convolutions write rows in place (of images, and
-    between other rows) if the part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
-    their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
-    products read the rows (:func:`pitched`), products, pointwise operators and attention (FLUX's single blocks) write them in place.
+    The last concatenation chooses first. Chains of growing concatenations (DenseNet) therefore share one buffer, even if each is
+    a part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any
+    place), and begin at a multiple of 8 channels for TMA. Parts that are all written by reductions (CBAM's means and maxima over
+    channels) may begin anywhere, because reductions store one element after another. If channels are the last axis (rows), only
+    repetitions, and convolutions with a transposed result, write in place. Products, attention, norms, pointwise
+    operators and depthwise convolutions write rows in place (of images, and between other rows) if the part is a view of their
+    whole result. If parts follow one another in memory, convolutions and concatenations also write views of their results (the pixels of YOLO's levels). Gathered
+    rows of tables, and sums of them, are written in place along both axes. If only products read the rows (:func:`pitched`),
+    products, pointwise operators and attention (FLUX's single blocks) write them in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind == "Concat" and all(b.graph.type(v).is_static for v in (*op.inputs, op.value) if v is not None):

@@ -98,8 +98,8 @@ class Expressions:
     def token(self) -> str:
         return self.tokens[self.at]
 
-    def ahead(self, count: int = 1) -> str:
-        return self.tokens[min(self.at + count, len(self.tokens) - 1)]
+    def ahead(self) -> str:
+        return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
 
     def take(self) -> str:
         token = self.tokens[self.at]

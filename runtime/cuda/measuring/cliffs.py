@@ -20,9 +20,9 @@ MOST_OF_A_GPU = 0.8
 def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[str, Plain]]:
     """The cliffs among the ``steps`` of a profile, the largest possible gain first.
 
-    Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (the saving if the step reached
-    :data:`BELOW` of its roofline, or vanished if it is on the CPU) and ``why``; and ``source``, if the steps record the origin of
-    their times.
+    Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` and ``why``; and ``source``, if the
+    steps record the origin of their times. ``gain_us`` is the saving if the step reached :data:`BELOW` of its roofline; of a step
+    on the CPU, its whole time.
     """
     found: list[dict[str, Plain]] = []
     for s in steps:

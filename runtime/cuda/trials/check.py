@@ -34,10 +34,10 @@ FAR = 1e-2
 class StepError:
     """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
 
-    Integers are exact (0, otherwise inf). For integers that are rounded from floats, fp8, and floats that are rounded to the grid
-    of an 8-bit type, the error is the fraction of elements that are one step off, and inf if one is farther off. Near zero, steps
-    of fp8 are finer than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts
-    as one step. For attention that rounds inside, it is the fraction of elements that are far off (:data:`FAR`).
+    Integers are exact (0, otherwise inf). Integers that are rounded from floats, fp8, and floats that are rounded to the grid of
+    an 8-bit type may be one step off. Their error is the fraction of such elements, and inf if one is farther off. Near zero,
+    steps of fp8 are finer than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the
+    largest counts as one step. For attention that rounds inside, it is the fraction of elements that are far off (:data:`FAR`).
     """
 
     step: int

@@ -1,8 +1,8 @@
 """Measures programs on the GPU for the autotuner: whether a candidate is correct, its time, and the faster of networks.
 
-A candidate is a small program. It runs on operands that look like activations and is compared with the NumPy meaning
-of its steps (on a sample of the batch) or, once one candidate has passed, with that candidate's whole result on the GPU. Only
-then is it timed: in a CUDA graph of many launches, each depending on the previous one, as in a network.
+A candidate is a small program. It runs on operands that look like activations. The first candidate is compared with the NumPy
+meaning of its steps, on a sample of the batch. Once one has passed, the others are compared with its whole result on the GPU. Only
+then is a candidate timed: in a CUDA graph of many launches, each depending on the previous one, as in a network.
 """
 
 from __future__ import annotations
