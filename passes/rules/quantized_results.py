@@ -233,8 +233,8 @@ def _is_rounded(graph: Graph, value: Value, attrs: FakeQuantizeAttrs) -> bool:
         op = graph.op(operand(op))
     if op.kind == "FakeQuantize":
         return bool(op.attrs == attrs)
-    last = getattr(op.attrs, "epilogue", ())[-1:]
-    return bool(last) and last[0].kind == "FakeQuantize" and last[0].attrs == attrs
+    epilogue: tuple[Stage, ...] = getattr(op.attrs, "epilogue", ())
+    return bool(epilogue) and epilogue[-1].kind == "FakeQuantize" and epilogue[-1].attrs == attrs
 
 
 @rule("repeated_dequantize", {"DequantizeLinear"})

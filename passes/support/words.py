@@ -397,6 +397,7 @@ RULES: Mapping[str, str] = {
     "w8": "weights packed in 8 bits",
     "w4a8": "weights packed in 4 bits, for products that may round data to 8",
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
+    "requantize_same_grid": "roundings of numbers that are on the grid already removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",
     "quantize_before_moves": "results quantized before they are moved",
