@@ -1,5 +1,6 @@
-"""PyTorch's ``normalize`` and TensorFlow's ``l2_normalize`` become one op: ``x / max(||x||, epsilon)`` and
-``x rsqrt(max(||x||^2, epsilon))`` over one axis are LpNormalizations with an epsilon.
+"""PyTorch's ``normalize`` becomes one op: ``x / max(||x||, epsilon)`` over one axis is an LpNormalization with an epsilon.
+
+TensorFlow's ``l2_normalize``, ``x rsqrt(max(||x||^2, epsilon))``, is the same with the root of its epsilon.
 
 Cosine attention normalizes queries and keys in this way: Swin V2 over the features, XCiT's cross-covariance attention over the
 tokens.
