@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_pad, part_of_zeros
+from optdnn.passes.rules.choices import choice_is_bound
 from optdnn.passes.rules.concats import (
     concat_of_split,
     empty_parts,
@@ -90,6 +91,7 @@ class Canonicalize(RulePass):
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
         select_is_where,
+        choice_is_bound,
         known_compress,
         variance_of_joined_axes,  # before the means that it reads
         reduction_of_joined_axes,

@@ -26,6 +26,7 @@ from optdnn.ops.index import PadAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.ops.requantize import QuantParams, Scaling
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule
+from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_pointwise import FuseGroup, FusePointwise
 from optdnn.passes.integers import WEIGHTED
 from optdnn.passes.patch_rows import quantized_patch_rows
@@ -385,6 +386,7 @@ class FoldQuantized(Pass):
         _Sweep(quantized_patch_rows, quantized_siblings, wide_result),
         _Sweep(dequantized_result, activated_result),
         _Sweep(fake_quantize),
+        FuseEpilogue(norms_add=True, rounded=True),  # sums of rounded values, which Q and DQ kept apart
         _Sweep(repeated_dequantize),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),

@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs, LeakyReluAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.branches import BRANCHES, SOFTPLUS
 from optdnn.passes.support import pattern
 from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, total
@@ -198,5 +199,17 @@ class FuseActivation(RulePass):
     """Sinks first: a hard swish is seen before the hard sigmoid inside of it."""
 
     name = "fuse_activation"
-    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH, SOFTSIGN, thresholded_softplus, one_slope)
+    rules = (
+        GELU,
+        GELU_TANH,
+        SWISH,
+        HARD_SWISH,
+        HARD_SIGMOID,
+        MISH,
+        SOFTSIGN,
+        SOFTPLUS,
+        thresholded_softplus,
+        BRANCHES,
+        one_slope,
+    )
     sinks_first = True

@@ -32,7 +32,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
-from optdnn.passes.support.facts import NORMS, operand
+from optdnn.passes.support.facts import NORMS, depends_on_inputs, operand
 from optdnn.passes.support.stages import (
     ACTIVATIONS,
     ADDITIONS,
@@ -63,11 +63,15 @@ class _Absorb(Rule):
     kinds = ANCHORS
 
     def __init__(
-        self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool, positions: Mapping[int, str]
-    ):
+        self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool, positions: Mapping[int, str],
+        rounded: bool,
+    ):  # fmt: skip
         self.name, self.absorbs, self.depth, self.norms_add, self.positions = name, absorbs, depth, norms_add, positions
+        self.rounded = rounded
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if self.rounded and not _rounds(graph, op):
+            return None
         users = graph.users(op.value)
         user = next((u for u in users if u.kind in self.absorbs), None)
         if user is None:
@@ -117,6 +121,12 @@ class _Absorb(Rule):
 
     def _order(self, graph: Graph, op: Op) -> tuple[bool, int, int]:
         return not reads_tensor(graph, op), self.depth.get(op.id, 0), op.id
+
+
+def _rounds(graph: Graph, op: Op) -> bool:
+    """Whether an anchor rounds to a grid among its stages, and its weights are known. (Products of attention are left to it.)"""
+    rounds = any(stage.kind == "FakeQuantize" for stage in op.attrs.epilogue)
+    return rounds and not depends_on_inputs(graph, operand(op, 1))
 
 
 def _is_full(graph: Graph, op: Op, user: Op) -> bool:
@@ -212,8 +222,9 @@ def _repeats(graph: Graph, rows: Value, shape: Shape) -> bool:
 class FuseEpilogue(RulePass):
     name = "fuse_epilogue"
 
-    def __init__(self, *, norms_add: bool = False):
-        self.norms_add = norms_add
+    def __init__(self, *, norms_add: bool = False, rounded: bool = False):
+        """``rounded``: only products with constant weights whose epilogue rounds to a grid."""
+        self.norms_add, self.rounded = norms_add, rounded
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         depth: dict[int, int] = {}
@@ -221,10 +232,11 @@ class FuseEpilogue(RulePass):
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
         narrow = context.plan is not None or context.precision not in WIDE
         positions = coordinates(graph) if narrow and TargetName.parse(context.target).on_gpu else {}
+        shared = (depth, self.norms_add)
         return (
             _Absorb(
-                "epilogue_add", ADDITIONS, depth, self.norms_add, positions
+                "epilogue_add", ADDITIONS, *shared, positions, self.rounded
             ),  # a bias that is no constant row, or a residual
-            _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add, {}),
-            _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add, {}),
+            _Absorb("epilogue_scale", SCALINGS, *shared, {}, self.rounded),
+            _Absorb("epilogue_activation", ACTIVATIONS, *shared, {}, self.rounded),
         )

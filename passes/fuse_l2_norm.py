@@ -1,5 +1,7 @@
 """PyTorch's ``normalize`` becomes one op: ``x / max(||x||, epsilon)`` over one axis is an LpNormalization with an epsilon.
 
+TensorFlow's ``l2_normalize``, ``x rsqrt(max(||x||^2, epsilon))``, is the same with the root of its epsilon.
+
 Cosine attention normalizes queries and keys in this way: Swin V2 over the features, XCiT's cross-covariance attention over the
 tokens.
 """
@@ -27,6 +29,8 @@ _SQUARES = any_of(
 _LENGTH = any_of(node("ReduceL2", X, name="reduction"), node("Sqrt", _SQUARES))
 _SCALED = product(Scalar(name="factor"), _LENGTH)
 _BOUNDED = any_of(node("Clip", _SCALED, EPS, None), node("Max", _SCALED, EPS))
+_SQUARED_EPS = Scalar(name="squared")
+_BOUNDED_SQUARES = any_of(node("Clip", _SQUARES, _SQUARED_EPS, None), node("Max", _SQUARES, _SQUARED_EPS))
 
 
 UNIT = 8
@@ -59,10 +63,14 @@ def _padded(graph: Graph, op: Op, axis: int, length: int) -> int:
 class L2Norm(PatternRule):
     """``x / max(||x||, epsilon)``. The norm may be the root of a sum of squares, and may be expanded to the shape of ``x``.
 
-    It may have a factor, as in ScaleNorm (Nguyen and Salazar, 2019), which scales the result."""
+    The bound may be one of the squares. The norm may have a factor, as in ScaleNorm (Nguyen and Salazar, 2019), which scales the
+    result."""
 
     name = "l2_norm"
-    patterns = (product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),)
+    patterns = (
+        product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),
+        product(1.0, X, Power(any_of(_BOUNDED_SQUARES, node("Expand", _BOUNDED_SQUARES)), -0.5)),
+    )
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         x: Value = found["x"]
@@ -77,7 +85,9 @@ class L2Norm(PatternRule):
             rows = math.prod(graph.type(x).static_shape) // max(1, length)
             if length <= SHORT and rows >= MANY and not _shared(_padded(graph, root, axes[0], length)):
                 return Miss(f"it has {rows} rows of {length} elements, for which separate arithmetic is faster")
-        epsilon, factor = found["epsilon"], found["factor"]
+        epsilon, factor = found.get("epsilon", 0.0), found.get("factor", 1.0)
+        if "squared" in found:
+            epsilon = math.sqrt(max(found["squared"], 0.0))
         if epsilon <= 0 or factor <= 0:
             return Miss(f"its epsilon is {epsilon:g} and its factor {factor:g}, which must be positive")
 

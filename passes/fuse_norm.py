@@ -163,7 +163,11 @@ def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
         return Miss(f"{op.name} drops the reduced axes")
     if not len(axes):
         return () if op.attrs.noop_with_empty_axes else tuple(range(rank))
-    return tuple(sorted(a % rank for a in axes if isinstance(a, int)))
+    found = sorted(a % rank for a in axes if isinstance(a, int))
+    dims = graph.type(operand(op)).dims
+    while len(found) > 1 and dims[found[0]] == 1 and found[1] != found[0] + 1:
+        found = found[1:]  # the batch axis of one image: MeanVarianceNormalization reduces it as well
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- patterns of layer, instance and RMS normalization

@@ -67,6 +67,41 @@ def same_pair(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | N
     return Match((root,), lambda patch: source)
 
 
+@pattern_rule(
+    "requantize_same_grid",
+    node(
+        "DequantizeLinear",
+        node("QuantizeLinear", node("DequantizeLinear", Var("integers"), name="first"), name="between"),
+    ),
+)
+def same_grid(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """DequantizeLinear of rounded numbers that are on the grid already: int8 with zero point z and uint8 with z + 128 are one grid.
+
+    ONNX Runtime turns the data of its convolutions to uint8 in this way, and back for other operators."""
+    first, between = found["first"], found["between"]
+    types = {graph.type(first.value), root.outputs[0].type}
+    if not _same_scale(graph, between, root) or len(types) > 1 or types.pop().dtype != FP32:
+        return None
+    if any(one.attrs.block_size for one in (first, root)) or not _equal(graph, first.input(1), root.input(1)):
+        return None
+    grids = [_grid(graph, one) for one in (first, root)]
+    scale = scalar(graph, operand(first, 1))
+    if None in grids or grids[0] != grids[1] or scale is None or not np.isfinite(scale):
+        return None
+    if abs(scale) < np.finfo(np.float32).tiny:
+        return Miss("its scale is not a normal number")
+    return Match((root,), lambda patch: first.value)
+
+
+def _grid(graph: Graph, dequantize: Op) -> tuple[int, int] | None:
+    """The smallest and the largest number that a DequantizeLinear of one zero point gives, in units of its scale."""
+    dtype, zeros = graph.type(operand(dequantize)).dtype, _zeros(graph, dequantize)
+    if dtype.kind not in "iu" or zeros is None or len(zeros) != 1:
+        return None
+    info, zero = np.iinfo(dtype), next(iter(zeros))
+    return int(info.min) - zero, int(info.max) - zero
+
+
 @rule("rescaled_rounding", {"QuantizeLinear"})
 def rescaled_rounding(graph: Graph, op: Op) -> Match | Miss | None:
     """``round(c * round(x))`` is ``round(c * x)`` if the second scale is c times the first one: both give the same integers.
@@ -424,4 +459,4 @@ class CanonicalizeIntegers(RulePass):
     """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
-    rules = (unfolded, same_pair, rescaled_rounding, transposed_weights)
+    rules = (unfolded, same_pair, same_grid, rescaled_rounding, transposed_weights)

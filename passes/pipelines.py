@@ -144,6 +144,7 @@ FOLDED: tuple[Pass, ...] = (
     FuseSoftmax(),  # before other passes rewrite the arithmetic of a decomposed softmax
     CanonicalizeArithmetic(),  # before folding and epilogues, which expect merged constants, and sums as additions. It also
     # runs Canonicalize again: a transpose can pass a Swish, but not x * sigmoid(x)
+    CanonicalizeIntegers(),  # again: transposes between two roundings to one grid are gone (ONNX Runtime's convolutions of 8 bits)
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
     BnToScaleShift(),  # after folding: the remaining BatchNormalizations can become stages
     CanonicalizeArithmetic(),  # merges a remaining BatchNormalization with the scale and shift after it, and a Pad with its Conv

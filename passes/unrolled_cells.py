@@ -2,7 +2,7 @@
 
 Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop over ``GRUCell`` or ``LSTMCell`` (Cho et al., 2014;
 Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step, and its dynamo exporter also ``nn.RNN``. Each step has
-two products and some arithmetic that wait for the previous step.
+two products and some arithmetic that wait for the previous step. TensorFlow's cells multiply input and state side by side.
 
 A GRU may multiply its state by the reset gate before the product (Keras's ``reset_after=False``) or after it. A light GRU
 (Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, origins, reshaped
+from optdnn.passes.support.facts import operand, origins, producer, reshaped
 from optdnn.passes.support.lanes import cut_of
 from optdnn.passes.support.pattern import Pattern, Var, any_of, find, node, product, total
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
@@ -88,17 +89,18 @@ CELLS: Mapping[str, tuple[Cell, ...]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """``source @ weight[:, begin:end]``; without a weight, the columns of ``source`` itself."""
+    """``source @ weight[rows, begin:end]``; without a weight, the columns of ``source`` itself. ``rows``: None for all."""
 
     source: Value
     weight: Value | None
     transposed: bool
     begin: int
     end: int
+    rows: tuple[int, int] | None = None
 
     @property
-    def key(self) -> tuple[Value | None, bool, int, int]:
-        return self.weight, self.transposed, self.begin, self.end
+    def key(self) -> tuple[object, ...]:
+        return self.weight, self.transposed, self.begin, self.end, self.rows
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ def _chain(graph: Graph, last: Step) -> list[Step]:
 def _goes_on(graph: Graph, step: Step) -> bool:
     """Whether another step of the layer reads the state."""
     matrices = {gate.h.weight for gate in step.gates if gate.h is not None}
-    return any(u.kind in PRODUCTS and u.inputs[1] in matrices for u in graph.users(step.op.value))
+    users = graph.users(step.op.value)
+    readers = [*users, *(user for join in users if join.kind == "Concat" for user in graph.users(join.value))]
+    return any(u.kind in PRODUCTS and u.inputs[1] in matrices for u in readers)
 
 
 def _reads_cell(graph: Graph, step: Step, steps: Sequence[Step]) -> bool:
@@ -280,13 +284,26 @@ def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEP
             if taken.bias is None
             else np.broadcast_to(taken.bias, graph.type(value).static_shape[-1:])[begin:end]
         )
-        return [Term(operand(op), op.inputs[1], op.kind == "Gemm" and op.attrs.transB, begin, end)], bias.astype(
-            np.float64
-        )
+        whole = Term(operand(op), op.inputs[1], op.kind == "Gemm" and op.attrs.transB, begin, end)
+        return _parts(graph, whole), bias.astype(np.float64)
     dims = graph.type(value).shape
     if dims is None or not _are_rows(dims) or not isinstance(dims[-1], int) or not end <= dims[-1] <= WIDEST:
         return None
     return [Term(value, None, False, begin, end)], np.zeros(size)
+
+
+def _parts(graph: Graph, whole: Term) -> list[Term]:
+    """The terms of a product of joined columns, one for each part: TensorFlow's cells join their input and state."""
+    join = producer(graph, whole.source, {"Concat"})
+    dims = [] if join is None else [graph.type(v).dims[-1] for v in join.inputs if v is not None]
+    widths = [n for n in dims if isinstance(n, int)]
+    if join is None or join.attrs.axis not in (-1, len(join.outputs[0].type.dims) - 1) or len(widths) < len(dims):
+        return [whole]
+    ends = list(accumulate(widths))
+    return [
+        replace(whole, source=operand(join, k), rows=(end - width, end))
+        for k, (width, end) in enumerate(zip(widths, ends, strict=True))
+    ]
 
 
 def _are_rows(shape: Shape | None) -> bool:
@@ -307,7 +324,7 @@ def _rows_of(graph: Graph, term: Term) -> Array:
         return np.eye(graph.type(term.source).static_shape[-1])[term.begin : term.end]
     matrix = graph.constant_value(term.weight)
     assert matrix is not None
-    return (matrix if term.transposed else matrix.T)[term.begin : term.end]
+    return (matrix if term.transposed else matrix.T)[term.begin : term.end, slice(*(term.rows or (None, None)))]
 
 
 def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:

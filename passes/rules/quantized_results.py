@@ -17,12 +17,13 @@ from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwise, operand
-from optdnn.passes.support.quantized_values import quant_params
+from optdnn.passes.support.quantized_values import SIXTEEN_BITS, quant_params
 from optdnn.passes.support.stages import ANCHORS, with_stages
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import FP32, DType, is_float
 
 _RESIDUAL = 3
+_ROUNDED = ("int8", "uint8", *SIXTEEN_BITS)
 
 
 @rule("quantized_siblings", {"QuantizedMatMul"})
@@ -190,14 +191,15 @@ def _rounds_for_others(graph: Graph, reader: Op) -> bool:
 @rule("fake_quantize", {"QuantizeLinear"})
 def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
     """A rounded value that is only dequantized, for operators that take no integers, stays a float: the scores in front of a
-    softmax, and its weights. The product before it rounds in its epilogue; other launches may, too."""
+    softmax, and its weights. The product before it rounds in its epilogue; other launches may, too. Values of 16 bits always stay
+    floats, since no kernel multiplies them."""
     found = _dequantized(graph, op.value)
     if found is None:
         return None
-    x, own = operand(op), quant_params(graph, op, op.value)
-    if own is None or own.dtype not in ("int8", "uint8"):
+    x, own = operand(op), quant_params(graph, op, op.value, _ROUNDED)
+    if own is None:
         return None
-    if {quant_params(graph, end, operand(end)) for end in found.ends} != {own}:
+    if {quant_params(graph, end, operand(end), _ROUNDED) for end in found.ends} != {own}:
         return Miss("its readers have other scales or zero points")
     if {graph.type(value).dtype for value in found.floats} != {graph.type(x).dtype}:
         return Miss("its readers take another type of floats than it rounds")
@@ -205,20 +207,34 @@ def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("other operators read the value before it is rounded")
     before = graph.op(x)
     absorbs = before.kind in ANCHORS
-    if found.on_the_way(graph) and not absorbs and not is_pointwise(before):
+    if found.on_the_way(graph) and own.dtype not in SIXTEEN_BITS and not absorbs and not is_pointwise(before):
         return Miss("a pointwise operator dequantizes it on its way")
-    low, high = (float(bound - own.zero) for bound in requantize.BOUNDS[own.dtype])
-    attrs = FakeQuantizeAttrs(own.scale, low, high)
+    info = np.iinfo(own.dtype)
+    attrs = FakeQuantizeAttrs(own.scale, float(info.min - own.zero), float(info.max - own.zero))
+    rounded = _is_rounded(graph, x, attrs)
 
     def build(patch: Patch) -> None:
-        if absorbs:
+        if rounded:
+            made = x
+        elif absorbs:
             stage = Stage("FakeQuantize", (~len(before.attrs.epilogue),), attrs)
             made = patch.add(before.kind, before.inputs, with_stages(before.attrs, epilogue=[stage]))
         else:
             made = patch.add("FakeQuantize", [x], attrs, name=op.outputs[0].name)
         _moved(graph, patch, op.value, made)
 
-    return Match((op, *([before] if absorbs else []), *found.ops), build)
+    return Match((op, *([before] if absorbs and not rounded else []), *found.ops), build)
+
+
+def _is_rounded(graph: Graph, value: Value, attrs: FakeQuantizeAttrs) -> bool:
+    """Whether a value is the largest or only a moved element of one that is rounded to this grid."""
+    op = graph.op(value)
+    while op.kind in VIEWS or (op.kind == "MaxPool" and not op.attrs.indices):
+        op = graph.op(operand(op))
+    if op.kind == "FakeQuantize":
+        return bool(op.attrs == attrs)
+    epilogue: tuple[Stage, ...] = getattr(op.attrs, "epilogue", ())
+    return bool(epilogue) and epilogue[-1].kind == "FakeQuantize" and epilogue[-1].attrs == attrs
 
 
 @rule("repeated_dequantize", {"DequantizeLinear"})

@@ -15,6 +15,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.transpose import REDUCTIONS
 from optdnn.passes.support.facts import (
+    NORMS,
     RESHAPES,
     integers,
     ints,
@@ -27,7 +28,7 @@ from optdnn.passes.support.facts import (
 )
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.types import Array, Shape, broadcast_dims
+from optdnn.types import Array, Shape, broadcast_dims, normalize_axis
 
 X = Var("x")
 BROADCASTING = frozenset(
@@ -40,6 +41,8 @@ BROADCASTING = frozenset(
 INT32_MAX = 2**31 - 1
 _MOST_BETWEEN = 4
 """Most operators between a reduction and a Reshape that gives its axes back."""
+_OF_ROWS = NORMS | {"Softmax", "LogSoftmax"}
+"""Kinds that compute rows along one axis; their other operands belong to a row."""
 _SYMBOLIC = Miss("more than one symbolic dimension moves, which no constant target can express")
 
 
@@ -61,18 +64,20 @@ def reshapes_around(graph: Graph, op: Op) -> Match | Miss | None:
     """``reshape(f(reshape(x)))`` is ``f(x)`` if it has x's shape again, and ``f`` is pointwise and reads only numbers besides.
 
     ``f`` may be several ops. The norm of transposed keys, bounded by an epsilon, is transposed back in this way, as is the
-    reciprocal root of the mean square of transposed channels."""
+    reciprocal root of the mean square of transposed channels. A softmax or normalization of rows may be among them if the Reshapes
+    keep the rows: ONNX defines its LayerNormalization on flat rows."""
     shape, stages, view = op.outputs[0].type.shape, list[tuple[Op, int]](), graph.op(operand(op))
     while view.kind not in RESHAPES:
         slot = _only_tensor(graph, view)
-        if slot is None:
+        if slot is None or shape is None or (view.kind in _OF_ROWS and view.outputs[0].type.dims[-1:] != shape[-1:]):
             return None
         stages.append((view, slot))
         view = graph.op(operand(view, slot))
     x = operand(view)
-    if not stages or shape is None or graph.type(x).shape != shape:
+    if not stages or graph.type(x).shape != shape:
         return None
-    if any(len(graph.type(v).dims) > len(shape) for stage, slot in stages for v in _numbers(stage, slot)):
+    assert shape is not None
+    if any(len(graph.type(v).dims) > len(shape) for stage, slot in stages for v in _others(stage, slot)):
         return None  # a number with more axes than x
     if "Gemm" in {graph.op(x).kind, *(u.kind for u in graph.users(op.value))}:
         return Miss(
@@ -82,21 +87,29 @@ def reshapes_around(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> Value:
         y = x
         for stage, slot in reversed(stages):
-            y = patch.add(stage.kind, [y if i == slot else v for i, v in enumerate(stage.inputs)], stage.attrs)
+            attrs = replace(stage.attrs, axis=-1) if stage.kind in _OF_ROWS else stage.attrs
+            y = patch.add(stage.kind, [y if i == slot else v for i, v in enumerate(stage.inputs)], attrs)
         return y
 
     return Match((op, *(stage for stage, _ in stages)), build)
 
 
 def _only_tensor(graph: Graph, op: Op) -> int | None:
-    """The position of the only operand of a pointwise op that is no number, if one op reads the result."""
-    if not op.pointwise or len(op.outputs) != 1 or graph.sole_user(op.value) is None:
+    """The position of the only operand of a pointwise op that is no number, or of the rows of a softmax or normalization, if one op
+    reads the result."""
+    if len(op.outputs) != 1 or graph.sole_user(op.value) is None:
+        return None
+    if op.kind in _OF_ROWS:
+        rank = op.outputs[0].type.rank
+        whole = bool(rank) and normalize_axis(op.attrs.axis, rank or 1) == (rank or 1) - 1
+        return 0 if whole and all(len(graph.type(v).dims) < 2 for v in _others(op, 0)) else None
+    if not op.pointwise:
         return None
     slots = [i for i, v in enumerate(op.inputs) if v is not None and scalar(graph, v) is None]
     return slots[0] if len(slots) == 1 else None
 
 
-def _numbers(op: Op, slot: int) -> list[Value]:
+def _others(op: Op, slot: int) -> list[Value]:
     return [v for i, v in enumerate(op.inputs) if v is not None and i != slot]
 
 

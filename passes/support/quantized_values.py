@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -10,16 +12,17 @@ from optdnn.passes.support.facts import operand, scalar
 from optdnn.types import Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+SIXTEEN_BITS = ("int16", "uint16")
 FEWER_BITS = ("int4", "uint4", "int2", "uint2")
 """Integers that int8 holds with any zero point of their own."""
 
 
-def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
-    """Scale and zero point of a per-tensor Q or DQ op; ``stored`` is its 8-bit value. None for other ops."""
+def quant_params(graph: Graph, op: Op, stored: Value, kinds: Collection[str] = EIGHT_BITS) -> QuantParams | None:
+    """Scale and zero point of a per-tensor Q or DQ op; ``stored`` is its value, of a type in ``kinds``. None for other ops."""
     dtype = graph.type(stored).dtype.name
     scale = scalar(graph, op.inputs[1])
     zero = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
-    if dtype not in EIGHT_BITS or op.attrs.block_size or scale is None or zero is None:
+    if dtype not in kinds or op.attrs.block_size or scale is None or zero is None:
         return None
     return QuantParams(dtype, scale, int(zero)) if np.isfinite(scale) and scale > 0 else None
 

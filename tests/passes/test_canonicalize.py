@@ -320,6 +320,24 @@ def test_reshapes_around_other_operators_stay(other: Any) -> None:
     check_untouched(CANON, n.done(n.op("Reshape", y, shape_of(2, 1, 12)), *more))
 
 
+@pytest.mark.parametrize("kind", ["LayerNormalization", "Softmax"])
+def test_reshapes_around_an_operator_on_rows_vanish(kind: str) -> None:
+    """ONNX defines LayerNormalization on flat rows; TensorFlow computes softmax on them."""
+    n = Net()
+    flat = n.op("Reshape", n.op("Exp", n.input(2, 5, 8)), shape_of(10, 8))
+    more = [n.random(8), n.random(8)] if kind == "LayerNormalization" else []
+    graph = n.done(n.op("Reshape", n.op("Mul", n.op(kind, flat, *more), np.float32(0.5)), shape_of(2, 5, 8)))
+    kinds = {"Exp": 1, kind: 1, "Mul": 1}
+    check_pass(CANON, graph, changes=1, kinds=kinds, rules={"reshapes_around": 1})
+
+
+@pytest.mark.parametrize("rows", [(2, 40), (20, 4)])
+def test_reshapes_that_change_rows_stay(rows: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("Softmax", n.op("Reshape", n.op("Exp", n.input(2, 5, 8)), shape_of(*rows)))
+    check_untouched(CANON, n.done(n.op("Reshape", y, shape_of(2, 5, 8))))
+
+
 def test_reshapes_between_products_of_flat_rows_stay_for_these() -> None:
     """GPT-2's activation, as torch.export writes it: the products take rows of three axes, and their Reshapes vanish together."""
     n = Net()

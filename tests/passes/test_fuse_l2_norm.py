@@ -1,4 +1,4 @@
-"""fuse_l2_norm: PyTorch's normalize from its written-out forms."""
+"""fuse_l2_norm: PyTorch's normalize and TensorFlow's l2_normalize from their written-out forms."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def test_normalize(norm: Callable[[Net, Value, int], Value], bound: str, expande
     least = n.op("Expand", least, n.ints(2, 3, 4)) if expanded else least
     graph, _ = check_pass(FuseL2Norm(), n.done(n.op("Div", x, least)), changes=1, kinds={"LpNormalization": 1})
     assert graph.of_kind("LpNormalization")[0].attrs == LpNormAttrs(axis % 3, 2, 1e-3)
+
+
+@pytest.mark.parametrize("bound", ["Clip", "Max"])
+@pytest.mark.parametrize("sums", ["ReduceSum", "ReduceSumSquare"])
+def test_a_bound_of_the_squares(sums: str, bound: str) -> None:
+    """TensorFlow: ``x rsqrt(max(sum(x^2), epsilon))``."""
+    n = Net(np.float64)
+    x = n.input(2, 3, 4)
+    terms = n.op("Mul", x, x) if sums == "ReduceSum" else x
+    least = n.op(bound, n.op(sums, terms, n.ints(-1), attrs=ReduceAttrs()), np.float64(1e-6))
+    y = n.op("Mul", x, n.op("Reciprocal", n.op("Sqrt", least)))
+    graph, _ = check_pass(FuseL2Norm(), n.done(y), changes=1, kinds={"LpNormalization": 1})
+    assert graph.of_kind("LpNormalization")[0].attrs == LpNormAttrs(2, 2, 1e-3)
+
+
+@pytest.mark.parametrize("squared", [0.0, -1.0])
+def test_a_bound_of_the_squares_that_is_not_positive_is_refused(squared: float) -> None:
+    n = Net(np.float64)
+    x = n.input(2, 3, 4)
+    least = n.op("Max", n.op("ReduceSumSquare", x, n.ints(-1), attrs=ReduceAttrs()), np.float64(squared))
+    check_refused(FuseL2Norm(), n.done(n.op("Div", x, n.op("Sqrt", least))), because="must be positive")
 
 
 @pytest.mark.parametrize("bound", ["Clip", "Max"])

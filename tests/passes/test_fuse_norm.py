@@ -239,6 +239,13 @@ def test_a_plain_norm_of_all_channels_is_a_layer_norm() -> None:
     check_pass(FuseNorm(), n.done(core(n, n.input(2, 8, 5), 1, 2)), changes=1, kinds={"LayerNormalization": 1})
 
 
+def test_the_batch_axis_of_one_image_may_be_reduced_as_well() -> None:
+    """MeanVarianceNormalization reduces the batch and the positions."""
+    n = Net(np.float64)
+    y = core(n, n.input(1, 3, 4, 5), 0, 2, 3)
+    check_pass(FuseNorm(), n.done(y), changes=1, kinds={"InstanceNormalization": 1})
+
+
 def test_axes_that_are_not_the_last_are_refused() -> None:
     n = Net(np.float64)
     check_refused(FuseNorm(), n.done(core(n, n.input(2, 8, 4), 1)), because=r"axes are not the last ones: \(1,\) of 3")

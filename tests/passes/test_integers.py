@@ -151,6 +151,31 @@ def test_dequantized_and_quantized_again_is_nothing() -> None:
     )
 
 
+def on_another_type(zero: int = 133, scale: float = 0.05) -> Graph:
+    """int8 with zero point 5, then uint8: one grid with zero point 133."""
+    n = Net()
+    x = dq(n, q(n, n.input(1, 2, 4, 4), 0.05, 5), 0.05, 5)
+    return n.done(n.op("Relu", dq(n, q(n, x, scale, zero, UINT8), scale, zero)))
+
+
+def test_the_same_grid_of_another_type_is_nothing() -> None:
+    kinds = {"QuantizeLinear": 1, "DequantizeLinear": 1, "Relu": 1}
+    rules = {"requantize_same_grid": 1}
+    check_pass(CANONICAL, on_another_type(), changes=1, kinds=kinds, rules=rules, promoted_changes=0)
+
+
+@pytest.mark.parametrize("options", [{"zero": 132}, {"scale": 0.0501}])
+def test_other_grids_are_rounded_again(options: Any) -> None:
+    check_untouched(CANONICAL, on_another_type(**options))
+
+
+def test_a_grid_of_vanishing_steps_is_refused() -> None:
+    n = Net()
+    x = dq(n, n.input(4, dtype=np.int8), 1e-40, 5)
+    y = n.op("Mul", dq(n, q(n, x, 1e-40, 133, UINT8), 1e-40, 133), 1e38)
+    check_refused(CANONICAL, n.done(y), because="its scale is not a normal number", rule="requantize_same_grid")
+
+
 def pooled(behind: float = 0.05, dtype: Any = INT8, twice: bool = False) -> Graph:
     n = Net()
     x = dq(n, q(n, n.input(1, 4, 8, 8), dtype=dtype))

@@ -17,6 +17,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -381,6 +382,50 @@ def test_rounded_values_that_become_integers(options: dict[str, Any], because: s
     made, report = folded(graph)
     assert because in {r.reason for r in report.refused if r.rule == "fake_quantize"}
     agree(graph, made, 2e-2)
+
+
+WIDE = np.dtype(np.uint16)
+
+
+def wide(n: QNet, x: Value) -> Value:
+    """Rounded to 16 bits, and back to the type of the network's floats."""
+    back = n.dq(n.q(x, 1e-4, 30000, WIDE), 1e-4, 30000)
+    return n.op("Cast", back, attrs=CastAttrs(FP16))
+
+
+def test_values_of_16_bits_stay_floats() -> None:
+    """A product of rounded values adds another one and rounds in its epilogue, and a pool of them rounds nothing."""
+    n = QNet(np.float16)
+    x = wide(n, n.input(2, 16, 8, 8))
+    y = wide(n, n.conv(x, 16, 3, pads=1, bias=False))
+    y = wide(n, n.op("Add", y, x))
+    y = wide(n, n.op("MaxPool", y, attrs=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1))))
+    graph = n.done(y)
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("fake_quantize") == 4
+    assert made.kinds() == {"Conv": 1, "MaxPool": 1, "FakeQuantize": 1}
+    (conv,) = made.of_kind("Conv")
+    assert [s.kind for s in conv.attrs.epilogue] == ["FakeQuantize", "Add", "FakeQuantize"]
+    assert conv.attrs.epilogue[0].attrs == FakeQuantizeAttrs(np.float32(1e-4), -30000.0, 35535.0)
+    agree(graph, made, 4e-3)
+
+
+def test_a_norm_of_16_bits_stays_a_float_for_a_pointwise_operator() -> None:
+    n = QNet(np.float16)
+    graph = n.done(n.op("Relu", wide(n, n.norm(n.input(4, 32)))))
+    made, _ = folded(graph)
+    (rounded,) = made.of_kind("Pointwise")
+    assert [s.kind for s in rounded.attrs.epilogue] == ["FakeQuantize", "Relu"]
+    agree(graph, made, 4e-3)
+
+
+def test_another_grid_after_a_pool_is_rounded_again() -> None:
+    n = QNet(np.float16)
+    x = wide(n, n.input(2, 16, 8, 8))
+    y = n.op("MaxPool", x, attrs=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1)))
+    back = n.op("Cast", n.dq(n.q(y, 2e-4, 30000, WIDE), 2e-4, 30000), attrs=CastAttrs(FP16))
+    made, _ = folded(n.done(back))
+    assert made.kinds() == {"MaxPool": 1, "FakeQuantize": 2}
 
 
 def test_a_norm_stores_integers_for_a_pointwise_operator() -> None:

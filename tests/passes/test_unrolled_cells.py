@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.unrolled_cells import UnrolledCells
 
 PASS = UnrolledCells()
@@ -27,6 +28,8 @@ class Cell:
         self.n, self.gates = n, gates
         self.w, self.r = n.random(width, gates * HIDDEN, scale=0.5), n.random(HIDDEN, gates * HIDDEN, scale=0.5)
         self.bw, self.br = n.random(gates * HIDDEN), n.random(gates * HIDDEN)
+        self.both = n.random(width + HIDDEN, gates * HIDDEN, scale=0.5)
+        self.both_own, self.both_two = (n.random(width + HIDDEN, k * HIDDEN, scale=0.5) for k in (1, 2))
         self.own, self.two = n.random(HIDDEN, HIDDEN, scale=0.5), n.random(HIDDEN, 2 * HIDDEN, scale=0.5)
 
     def product(self, x: Value, weight: Value, bias: Value) -> Value:
@@ -96,6 +99,30 @@ def lstm(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
     return n.op("Mul", n.op("Sigmoid", o), n.op("Tanh", cell)), cell
 
 
+def joined(n: Net, x: Value, h: Value, weight: Value, axis: int = -1) -> Value:
+    return n.op("MatMul", n.op("Concat", x, h, attrs=ConcatAttrs(axis)), weight, attrs=MatMulAttrs())  # type: ignore[no-any-return]
+
+
+def tensorflow_lstm(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
+    """TensorFlow's BasicLSTMCell: one product of input and state, another order of gates, and a constant in the forget gate."""
+    n = c.n
+    i, g, f, o = c.split(n.op("Add", joined(n, x, h, c.both), c.bw))
+    forget = n.op("Sigmoid", n.op("Add", f, 1.0))
+    cell = n.op("Add", n.op("Mul", cell, forget), n.op("Mul", n.op("Sigmoid", i), n.op("Tanh", g)))
+    return n.op("Mul", n.op("Tanh", cell), n.op("Sigmoid", o)), cell
+
+
+def tensorflow_gru(c: Cell, x: Value, h: Value, at_once: bool = False) -> Value:
+    """TensorFlow's GRUCell: products of input and state, and of input and reset state. ``at_once``: one sigmoid of both gates."""
+    n = c.n
+    gates = n.op("Add", joined(n, x, h, c.both_two), 1.0)
+    gates = n.op("Sigmoid", gates) if at_once else gates
+    r, z = n.op("Split", gates, n.ints(HIDDEN, HIDDEN), attrs=SplitAttrs(axis=1), outputs=2)
+    r, z = (r, z) if at_once else (n.op("Sigmoid", r), n.op("Sigmoid", z))
+    new = n.op("Tanh", joined(n, x, n.op("Mul", r, h), c.both_own))
+    return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), new))  # type: ignore[no-any-return]
+
+
 def taken(n: Net, x: Value, t: int) -> Value:
     return n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(1))  # type: ignore[no-any-return]
 
@@ -144,24 +171,50 @@ def test_a_light_gru_gets_an_open_reset_gate(kind: str) -> None:
     assert (bias[0, HIDDEN : 2 * HIDDEN] == 64).all()
 
 
-def lstm_steps(read: int = STEPS, feedback: bool = False) -> Graph:
+Step = Callable[[Cell, Value, Value, Value], tuple[Value, Value]]
+
+
+def lstm_steps(read: int = STEPS, feedback: bool = False, step: Step = lstm, width: int = WIDTH) -> Graph:
     """``read``: the number of the step whose cell is read; ``feedback``: inputs are states of the step before."""
     n = Net()
-    x, h, cell = n.input(BATCH, STEPS, WIDTH), n.input(BATCH, HIDDEN, name="h"), n.input(BATCH, HIDDEN, name="c")
-    c, states, cells = Cell(n, 4, HIDDEN if feedback else WIDTH), list[Value](), list[Value]()
+    x, h, cell = n.input(BATCH, STEPS, width), n.input(BATCH, HIDDEN, name="h"), n.input(BATCH, HIDDEN, name="c")
+    c, states, cells = Cell(n, 4, HIDDEN if feedback else width), list[Value](), list[Value]()
     for t in range(STEPS):
         given = n.op("Relu", h) if feedback else taken(n, x, t)
-        h, cell = lstm(c, given, h, cell)
+        h, cell = step(c, given, h, cell)
         states.append(h)
         cells.append(cell)
     return n.done(stacked(n, states), n.op("Neg", cells[read - 1]), *([n.op("Exp", x)] if feedback else []))
 
 
-def test_steps_of_an_lstm_are_a_layer() -> None:
-    graph, _ = check_pass(PASS, lstm_steps(), changes=1, rules={"unrolled_cells": 1})
+@pytest.mark.parametrize("step", [lstm, tensorflow_lstm])
+def test_steps_of_an_lstm_are_a_layer(step: Step) -> None:
+    graph, _ = check_pass(PASS, lstm_steps(step=step), changes=1, rules={"unrolled_cells": 1})
     (layer,) = graph.of_kind("LSTM")
     assert layer.outputs[2].type.static_shape == (1, BATCH, HIDDEN)
-    assert not {"Sigmoid", "Tanh", "Gemm"} & set(graph.kinds())
+    assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+def test_a_gru_of_products_of_input_and_state() -> None:
+    graph, _ = check_pass(PASS, gru_steps(tensorflow_gru), changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert not layer.attrs.linear_before_reset
+    assert not {"Sigmoid", "Tanh", "MatMul"} & set(graph.kinds())
+
+
+def test_gates_that_are_split_after_their_sigmoid_stay() -> None:
+    check_untouched(PASS, gru_steps(lambda c, x, h: tensorflow_gru(c, x, h, at_once=True)))
+
+
+def test_rows_that_are_joined_are_no_input_and_state() -> None:
+    def step(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
+        n = c.n
+        both = n.op("Reshape", n.op("Concat", x, h, attrs=ConcatAttrs(0)), n.ints(BATCH, -1), attrs=ReshapeAttrs())
+        i, g, f, o = c.split(n.op("MatMul", both, c.both, attrs=MatMulAttrs()))
+        cell = n.op("Add", n.op("Mul", cell, n.op("Sigmoid", f)), n.op("Mul", n.op("Sigmoid", i), n.op("Tanh", g)))
+        return n.op("Mul", n.op("Tanh", cell), n.op("Sigmoid", o)), cell
+
+    check_untouched(PASS, lstm_steps(step=step, width=HIDDEN))
 
 
 def rnn_steps(kind: str = "Tanh", batch: int = BATCH, changes_at: int = STEPS) -> Graph:
