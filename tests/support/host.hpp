@@ -13,6 +13,7 @@ using namespace std;
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(n)
 #define __shared__ static
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };

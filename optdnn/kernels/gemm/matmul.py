@@ -11,7 +11,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, up
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm import terms
-from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, tiled
+from optdnn.kernels.gemm.tiles import LEAST, LEAST_TILE, MatrixTile, Tile, matrix_tile, tile_of, tiled
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.layout.walks import walk
@@ -21,7 +21,8 @@ from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.types import TensorType, is_float
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.types import FP32, TensorType, is_float
 
 TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
@@ -37,6 +38,12 @@ ENOUGH_THREADS = 1 << 16
 THIN_S, APART = 5e-13, 8
 """Seconds per term of a thin product, on all multiprocessors (50,176 of 9 x 9 with 9 x 32 take 66 us on an H200), and an assumed factor
 where neighboring columns do not lie together."""
+WIDE_BYTES, LONG_S = 3.2e12, 1.6e-12
+"""Bytes per second of thin products of fp32, and seconds per term of longer ones: 40 timings on an H200."""
+STEP_S = 0.85e-6
+"""Seconds of a step along K of a block of the plain kernel, alone on a multiprocessor or with others (14 timings on an H200)."""
+UNROLLED = 256
+"""Most multiplications of a thread of a thin product that are unrolled."""
 LEAST_ELEMENTS = 8192
 """Least elements of a thin product. Fewer do not keep the GPU's threads busy, and a tile sums along K."""
 LONGEST = 256
@@ -61,12 +68,20 @@ class TiledMatMul(Tactic):
         return None
 
     def seconds(self, b: Builder, op: Op) -> float | None:
-        """Predicted seconds of a thin product, without those of a launch; None: the default prediction holds."""
+        """Predicted seconds of a thin product, or in fp32 of the plain kernel, without those of a launch; None: the default prediction
+        holds."""
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
         if op.kind != "MatMul" or min(len(left), len(right)) < 2:
             return None
-        sizes = (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2]))
-        return thin_seconds(*sizes, b.operand(op.inputs[1])) if is_thin(*sizes) else None
+        sizes, x = (
+            (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2])),
+            b.operand(op.inputs[1]),
+        )
+        wide = x.dtype == FP32
+        if is_thin(*sizes, wide=wide) or (wide and thin_parts(*sizes, x, b.gpu)):
+            return thin_seconds(*sizes, x)
+        plain = wide and not has_tf32(op) and (min(sizes[:2]) < LEAST_TILE or math.prod(sizes) < LEAST)
+        return plain_seconds(*sizes, b.gpu) if plain else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result so that the Transposes and Reshapes after it are views, unless its place is reserved."""
@@ -131,6 +146,15 @@ class Share:
     vectors: bool = False
 
     @classmethod
+    def wide(cls, m: int, n: int, k: int, matrices: int, width: int) -> Share:
+        """:meth:`of` for fp32: the fastest of ten in 20 timings on an H200."""
+        if k > FEW_TERMS:
+            return cls(1, min(4, n), width == 4)
+        rows, columns = (8, 1) if width == 1 else (2, width) if n <= m else (4, 2)
+        found = cls(min(rows, m), min(columns, n), 1 < columns <= n and width % columns == 0)
+        return found if found.threads(m, n, matrices) >= ENOUGH_THREADS // 4 else cls(1, 1)
+
+    @classmethod
     def of(cls, m: int, n: int, k: int, matrices: int, width: int = 1) -> Share:
         """The largest share of ``m x n`` results with which enough threads remain. Its values are read once for all of its results.
         ``width``: columns of one access."""
@@ -176,7 +200,7 @@ class _Matrices:
         m, n, k = self.sizes
         read, written = ((*s, *x.strides[-2:]) for s, x in ((self.steps[2], self.right), (self.steps[0], self.result)))
         width = vector([self.result, self.right], [n], [written, read]) if read[-1] == 1 else 1
-        return Share.of(m, n, k, self.count, width)
+        return (Share.wide if self.left.dtype == FP32 else Share.of)(m, n, k, self.count, width)
 
     def together(self) -> int:
         """Neighboring terms of a row of ``left`` that are one access of 16 bytes, or 1. The last access of a row may read beyond it, but
@@ -213,7 +237,7 @@ def _kernel_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[Share | None, Til
     cores' tile. ``row_invariant`` allows only these.
     """
     m, n, k = p.sizes
-    thin = p.count > MOST_TILES or is_thin(m, n, k, p.count)
+    thin = p.count > MOST_TILES or is_thin(m, n, k, p.count, wide=p.left.dtype == FP32)
     tile: Tile | MatrixTile | None = None
     if not thin or (b.row_invariant and p.count <= MOST_TILES):
         tile = matrix_tile(p.left, p.right, m, n, p.count, b.gpu, tf32=tf32)
@@ -285,7 +309,7 @@ def emit_matmul(
     factors = [scale, *(scales.get(a, 1.0) for a in used)]
     if not (whole or share or b.row_invariant) and terms.can_share(left, right, out, used, factors):
         blocks = terms.blocks_of(*p.sizes[:2], p.count, (tile.rows, tile.columns) if tile else (TILE, TILE))
-        parts = thin_parts(*p.sizes, p.count) or terms.parts_of(p.sizes[2], blocks, tile, b.gpu)
+        parts = thin_parts(*p.sizes, p.count, right, b.gpu) or terms.parts_of(p.sizes[2], blocks, tile, b.gpu)
         if parts > 1:
             _emit_parts(b, op, left, right, out, parts, stages, used, tf32)
             return
@@ -333,21 +357,36 @@ def _emit_parts(
     emit(rest, out, [*(Stage("Add", (~k, a)) for k, a in enumerate(added)), *_after(stages, parts)], {**used, **added})
 
 
-def thin_parts(m: int, n: int, k: int, matrices: int) -> int:
-    """Parts whose products are thin, of a product with too many terms; 0 if there are none."""
+def thin_parts(m: int, n: int, k: int, matrices: int, right: TensorView, gpu: GpuFacts) -> int:
+    """Parts whose products are thin, of a product in fp32 with too many terms; 0 if there are none, or if the plain kernel is faster."""
     parts = -(-k // LONGEST)
-    return parts if 1 < parts <= terms.MOST_PARTS and is_thin(m, n, k // parts, matrices * parts) else 0
+    if not 1 < parts <= terms.MOST_PARTS or not is_thin(m, n, k // parts, matrices * parts, wide=True):
+        return 0
+    faster = thin_seconds(m, n, k, matrices, right) < plain_seconds(m, n, k, matrices, gpu)
+    return parts if faster else 0
 
 
-def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
-    """Whether products of m rows, n columns and k terms suit threads that compute a few elements each."""
-    small = min(m, n) <= SMALL and matrices >= MANY and k <= FEW_TERMS
+def is_thin(m: int, n: int, k: int, matrices: int, *, wide: bool = False) -> bool:
+    """Whether products of m rows, n columns and k terms suit threads that compute a few elements each. ``wide``: of fp32."""
+    small = min(m, n) <= SMALL and ((matrices >= MANY and k <= FEW_TERMS) or (wide and k <= DEPTH))
     return (min(m, n) <= THIN or small) and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
 
 
 def thin_seconds(m: int, n: int, k: int, matrices: int, right: TensorView) -> float:
     """Predicted seconds of a thin product, without those of a launch. ``right``: its second factor."""
+    if right.dtype == FP32:
+        moved = 4 * matrices * (m * k + k * n + m * n) / WIDE_BYTES
+        return moved * (1 if right.strides[-1] in (0, 1) else 2) + (
+            m * n * k * matrices * LONG_S if k > FEW_TERMS else 0.0
+        )
     return m * n * k * matrices * THIN_S * (1 if right.strides[-1] in (0, 1) else APART)
+
+
+def plain_seconds(m: int, n: int, k: int, matrices: int, gpu: GpuFacts) -> float:
+    """Predicted seconds of the plain kernel in fp32, without those of a launch: its blocks take the steps along K one after another."""
+    tiles = terms.blocks_of(m, n, matrices, (TILE, TILE))
+    parts = terms.parts_of(k, tiles, None, gpu)
+    return STEP_S * -(-k // (DEPTH * parts)) * max(1.0, tiles * parts / fitted(gpu).multiprocessors)
 
 
 def _share(share: Share) -> str:
@@ -376,16 +415,14 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
         read += f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);"
         right = f"{t}(widen(read.lane[j]))"
         begin, end = f"Pack<{CPP[p.result.dtype]}, {c}> out;", "out.store(p.y + by + (top + i) * p.my[0] + first);"
-    return f"""const u32 inside = share % area;
-    const int top = inside / shares * {r}, first = inside % shares * {c};
-    if (share / area >= p.matrices) return;
-    {t} acc[{r}][{c}] = {{}};
-    for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
+
+    def step(begin: str, end: str, *, whole: bool) -> str:
+        return f"""for (int k0 = {begin}; k0 < {end}; k0 += {DEPTH}) {{
         {f"{t} part[{r}][{c}] = {{}};" if parts else ""}
         {held}
-        {"#pragma unroll" if r * c == 1 or held else ""}
+        {"#pragma unroll" if held or r * c * terms <= UNROLLED else ""}
         for (int k = 0; k < {terms}; k++) {{
-            if (k0 + k >= p.k) break;
+            {"" if whole else "if (k0 + k >= p.k) break;"}
             {read}
             {t} right[{c}];
             #pragma unroll
@@ -398,7 +435,15 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
             }}
         }}
         {f"{each(r)} for (int j = 0; j < {c}; j++) acc[i][j] += part[i][j];" if parts else ""}
-    }}
+    }}"""
+
+    whole = p.sizes[2] // terms * terms
+    steps = step("0", f"{whole}", whole=True) + (step(f"{whole}", "p.k", whole=False) if p.sizes[2] % terms else "")
+    return f"""const u32 inside = share % area;
+    const int top = inside / shares * {r}, first = inside % shares * {c};
+    if (share / area >= p.matrices) return;
+    {t} acc[{r}][{c}] = {{}};
+    {steps}
     {each(r)} {{
         if (top + i >= p.m) continue;
         {begin}
@@ -421,7 +466,7 @@ def _plain(t: str, finish: str) -> str:
             const int z = step + threadIdx.x / {TILE} + 4 * s, column = first + threadIdx.x % {TILE};
             read_right[s] = column < p.n && z < p.k ? {t}(widen(p.r[br + z * p.mr[0] + column * p.mr[1]])) : {t}(0);
         }}"""
-    return f"""__shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
+    return f"""__shared__ __align__(16) {t} left[{DEPTH}][{TILE} + 4], right[{DEPTH}][{TILE} + 4];
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const int top = blockIdx.x * {TILE}, first = blockIdx.y * {TILE};
     {t} acc[4][4] = {{}}, read_left[4], read_right[4];
@@ -442,7 +487,7 @@ def _plain(t: str, finish: str) -> str:
             #pragma unroll
             for (int i = 0; i < 4; i++)
                 #pragma unroll
-                for (int j = 0; j < 4; j++) part[i][j] += left[k][ty * 4 + i] * right[k][tx + 16 * j];
+                for (int j = 0; j < 4; j++) part[i][j] += left[k][ty * 4 + i] * right[k][tx * 4 + j];
         #pragma unroll
         for (int i = 0; i < 4; i++)
             #pragma unroll
@@ -451,7 +496,7 @@ def _plain(t: str, finish: str) -> str:
     }}
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) {{
-            const int row = top + ty * 4 + i, column = first + tx + 16 * j;
+            const int row = top + ty * 4 + i, column = first + tx * 4 + j;
             if (row >= p.m || column >= p.n) continue;
             {finish}
         }}"""

@@ -15,6 +15,8 @@ from optdnn.types import BF16, FP16, FP32
 
 LEAST = 1 << 22
 """Least number of multiply-adds. Below it the plain kernel is as fast, since it starts sooner."""
+LEAST_TILE = 32
+"""Least rows and columns of a product in true fp32; the plain kernel takes others."""
 DEPTH, STAGES = 16, 3
 ENOUGH = 256
 """Threads that occupy a multiprocessor well. With fewer, tiles are smaller."""
@@ -151,7 +153,7 @@ def tile_of(
 ) -> Tile | None:
     """The tile for ``count`` products of m x k with k x n matrices (the operands' last two axes) in true fp32, or None
     for the plain kernel. ``batches``: the strides along the stack of the left and of the right operand."""
-    if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < 32:
+    if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < LEAST_TILE:
         return None
     spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
     if max(spans) >= LARGEST:

@@ -170,6 +170,9 @@ class Source(Expressions):
             self.together()
             return True
         shared = self.accept("__shared__")
+        if shared and self.accept("__align__", "("):
+            self.number()
+            self.expect(")")
         self.accept("const")
         if self.accept("auto"):
             self.automatic()
