@@ -202,6 +202,9 @@ def _fails_on_none(body: Graph, op: Op) -> bool:
     if op.kind == "Gather":
         along = body.type(operand(op)).dims[op.attrs.axis]
         return not isinstance(along, int) or body.known(op.inputs[1]) is None
+    if op.kind == "Reshape":
+        shape = body.constant_value(op.inputs[1])
+        return shape is None or 0 in shape
     if op.kind in ("Div", "Mod"):
         return not is_float(op.outputs[0].type.dtype)
     return not (op.kind in SURE_OF_NONE or op.kind in STRUCTURAL or op.definition.traits.pointwise)

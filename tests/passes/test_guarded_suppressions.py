@@ -20,7 +20,11 @@ GPU = PassContext(target="cuda:sm_90a")
 
 
 def detector(
-    tested: str = "boxes", extra: tuple[onnx.NodeProto, ...] = (), last: str = "kept", nothing: int = 0
+    tested: str = "boxes",
+    extra: tuple[onnx.NodeProto, ...] = (),
+    last: str = "kept",
+    nothing: int = 0,
+    sizes: Any = (1, 1, -1),
 ) -> Any:
     """The boxes that a mask selects, moved by their largest coordinate; without boxes, the branch gives ``nothing`` indices."""
     none = node("Constant", "", "none", value=helper.make_tensor("none", I64, [nothing], [7] * nothing))
@@ -29,7 +33,7 @@ def detector(
         node("ReduceMax", "boxes", "top", keepdims=0),
         node("Add", "boxes top", "moved"),
         node("Unsqueeze", "moved first", "b"),
-        node("Unsqueeze", "some two", "s"),
+        node("Reshape", "some target", "s"),
         node("NonMaxSuppression", "b s most overlap", "found"),
         node("Gather", "found column", "picked", axis=1),
         node("Squeeze", "picked last", "kept"),
@@ -48,7 +52,7 @@ def detector(
         node("If", "which", "y", then_branch=then, else_branch=other),
     ]
     constants = {
-        **{"zero": np.array(0, np.int64), "first": np.array([0], np.int64), "two": np.array([0, 1], np.int64)},
+        **{"zero": np.array(0, np.int64), "first": np.array([0], np.int64), "target": np.array(sizes, np.int64)},
         **{"most": np.array([5], np.int64), "overlap": np.array([0.5], np.float32)},
         **{"column": np.array([2], np.int64), "last": np.array([1], np.int64)},
     }
@@ -84,6 +88,7 @@ def test_no_boxes_give_no_indices(some: bool) -> None:
             "no suppression of boxes",
         ),
         ({"extra": (node("ArgMax", "some", "best"),)}, "may fail where it is not taken"),
+        ({"sizes": (1, -1, 0)}, "may fail where it is not taken"),
         ({"nothing": 1}, "its branches do not give the same sizes"),
     ],
 )
