@@ -200,8 +200,8 @@ def _gives_none(op: Op) -> bool:
 def _fails_on_none(body: Graph, op: Op) -> bool:
     """Whether an operator may fail if there are no boxes."""
     if op.kind == "Gather":
-        shape = shape_of(body, operand(op))
-        return shape is None or not isinstance(shape[op.attrs.axis], int) or body.known(op.inputs[1]) is None
+        dims = shape_of(body, operand(op))
+        return dims is None or not isinstance(dims[op.attrs.axis], int) or body.known(op.inputs[1]) is None
     if op.kind == "Reshape":
         shape = body.constant_value(op.inputs[1])
         return shape is None or 0 in shape
