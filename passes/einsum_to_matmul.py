@@ -9,6 +9,8 @@ Operands of an Einsum are contracted from the left, two at a time:
 
 A ReduceSum after a Mul that broadcasts both operands is such a product, too: Mamba-2 in Transformers is written so. A reduction
 would compute all of its products one by one, without tensor cores.
+
+A product of a constant matrix with columns becomes a product of rows (``passes/rules/column_products.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from optdnn.ops.gemm import MatMulAttrs, einsum_terms
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.column_products import column_products
 from optdnn.passes.support.facts import integers, operand, producer, reduction_axes, reshaped, sizes_of
 from optdnn.types import is_float
 
@@ -162,4 +165,4 @@ def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, 
 
 class EinsumProducts(RulePass):
     name = "einsum_to_matmul"
-    rules = (einsum_products, sums_of_products)
+    rules = (einsum_products, sums_of_products, column_products)

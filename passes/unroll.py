@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from optdnn.dim import Dim, floordiv
 from optdnn.ir.body import GraphBody, bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
@@ -17,7 +18,8 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.single_steps import single_step
-from optdnn.passes.support.facts import in_shape, integers, operand, shape_of
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, operand, shape_of
+from optdnn.passes.support.paths import value_before
 from optdnn.types import is_float, normalize_axis
 
 TRIPS = 256
@@ -34,6 +36,13 @@ SURE = frozenset(
     }
 )  # fmt: skip
 """Kinds, besides the pointwise ones, that never fail, whatever their data."""
+SURE_OF_NONE = frozenset(
+    {
+        "Concat", "Constant", "Expand", "Identity", "NonMaxSuppression", "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMin",
+        "ReduceProd", "ReduceSum", "ReduceSumSquare", "Shape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+"""Kinds, besides the pointwise ones, that never fail if an axis has no elements."""
 
 
 def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
@@ -152,6 +161,55 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
     return _replaced(op, build)
 
 
+@rule("branch_for_none", {"If"})
+def branch_for_none(graph: Graph, op: Op) -> Match | Miss | None:
+    """``If(n == 0, nothing, suppression of n boxes)`` is the suppression: of no boxes, none remain.
+
+    PyTorch's detectors guard each suppression in this way. The other operators of the branch must not fail without boxes; the
+    largest of no elements is minus infinity."""
+    size, nothing = _compared_with_zero(graph, operand(op)), op.attrs.then_branch
+    if size is None or len(nothing.outputs) != 1 or nothing.outputs[0].shape != (0,):
+        return None
+    body: Graph = op.attrs.else_branch.graph
+    suppression = body.op(value_before(body, operand(body.op(body.outputs[0])), _gives_none))
+    if suppression.kind != "NonMaxSuppression":
+        return Miss("its condition depends on data, and no suppression of boxes computes its result")
+    boxes = body.type(operand(suppression)).dims[1]
+    if not isinstance(boxes, Dim) or not isinstance(times := floordiv(size, boxes), int) or times * boxes != size:
+        return Miss("its condition depends on data, and does not say whether there are boxes")
+    if any(_fails_on_none(body, o) for o in body.ops()):
+        return Miss("its condition depends on data, and a branch has an operator that may fail where it is not taken")
+    return _replaced(op, lambda patch: _inline(patch, body, op.inputs[1 + op.attrs.then_captured :]))
+
+
+def _compared_with_zero(graph: Graph, condition: Value) -> Dim | None:
+    """The size that depends on data, if a condition is whether it is zero; None for other conditions."""
+    op = graph.op(value_before(graph, condition, {"Cast", "Identity", *RESHAPES}))
+    if op.kind != "Equal" or number_of(graph, op.inputs[1]) != 0:
+        return None
+    known = graph.known(op.inputs[0])
+    size = known.reshape(-1)[0] if known is not None and known.size == 1 else None
+    return size if isinstance(size, Dim) else None
+
+
+def _gives_none(op: Op) -> bool:
+    """Whether an operator gives no elements if its first operand has none."""
+    return op.kind in {"Cast", "Identity", *RESHAPES} or (op.kind == "Gather" and op.attrs.axis == 1)
+
+
+def _fails_on_none(body: Graph, op: Op) -> bool:
+    """Whether an operator may fail if there are no boxes."""
+    if op.kind == "Gather":
+        dims = shape_of(body, operand(op))
+        return dims is None or not isinstance(dims[op.attrs.axis], int) or body.known(op.inputs[1]) is None
+    if op.kind == "Reshape":
+        shape = body.constant_value(op.inputs[1])
+        return shape is None or 0 in shape
+    if op.kind in ("Div", "Mod"):
+        return not is_float(op.outputs[0].type.dtype)
+    return not (op.kind in SURE_OF_NONE or op.kind in STRUCTURAL or op.definition.traits.pointwise)
+
+
 def _has_plans(graph: Graph, condition: Value) -> bool:
     """Whether a condition depends only on inputs of a few integers or booleans: an engine has a plan for each of their values."""
     left, seen = [condition], {condition}
@@ -236,7 +294,7 @@ class Unroll(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "unroll"
-    rules = (unroll_loop, unroll_scan, single_step, known_branch, both_branches)
+    rules = (unroll_loop, unroll_scan, single_step, known_branch, branch_for_none, both_branches)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

@@ -50,6 +50,8 @@ RULES: Mapping[str, str] = {
     "long_loop": "long Loops of pointwise steps computed in one launch",
     "unroll_loop": "Loops of known length unrolled",
     "both_branches": "both branches of conditions on data computed, and one selected",
+    "column_products": "products of a matrix with columns written as products of rows",
+    "branch_for_none": "suppressions computed without asking whether there are boxes",
     "unroll_scan": "Scans of known length unrolled",
     "single_step": "recurrent layers over one step turned into products and arithmetic",
     "known_branch": "Ifs with a known condition replaced by their branch",

@@ -217,10 +217,10 @@ class Signature:
         if a.dtype != dtype:
             wanted = dtype_name(dtype)
             literal = f"ml_dtypes.{dtype}" if dtype.kind == "V" else f"np.{dtype.name}"
-            raise InputError(
-                f"input {name!r} is {_dtype_text(a.dtype)}; the engine takes {wanted}",
-                hint=f"nothing is cast silently; pass np.asarray(x).astype({literal}) if that is what you mean",
-            )
+            hint = f"nothing is cast silently; pass np.asarray(x).astype({literal}) if that is what you mean"
+            if a.dtype == np.dtype((np.void, dtype.itemsize)):
+                hint = f"NumPy's files keep the bytes of {wanted}, but not the type: pass x.view({literal})"
+            raise InputError(f"input {name!r} is {_dtype_text(a.dtype)}; the engine takes {wanted}", hint=hint)
         return a
 
     def _refuse_names(self, feeds: Any) -> NoReturn:

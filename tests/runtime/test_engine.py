@@ -183,6 +183,10 @@ def test_bf16_is_exact_and_the_hint_names_ml_dtypes() -> None:
     assert e(np.array([-1, 2], ml_dtypes.bfloat16)).tolist() == [0, 2]
     with pytest.raises(InputError, match=r"fp32; the engine takes bf16\n.*ml_dtypes.bfloat16"):
         e(np.ones(2, np.float32))
+    with pytest.raises(
+        InputError, match=r"files keep the bytes of bf16, but not the type: pass x.view\(ml_dtypes.bfloat16\)"
+    ):
+        e(np.array([-1, 2], ml_dtypes.bfloat16).view(np.dtype("V2")))  # as np.load returns them
 
 
 def test_other_layouts_and_array_likes_are_taken(engine: Engine) -> None:

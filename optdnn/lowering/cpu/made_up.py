@@ -15,7 +15,11 @@ from optdnn.types import Array, is_float, is_int
 
 _INDEXED = ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND")
 """Operators whose operand 1 holds positions."""
-_KEEPS = frozenset({"Add", "Cast", "Concat", "Expand", "Mul", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"})
+_KEEPS = frozenset(
+    {
+        "Add", "Cast", "Concat", "Expand", "Gather", "Mul", "Reshape", "Slice", "Split", "Squeeze", "Sub", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
 """Operators that pass positions on, or compute others from them."""
 _BOUNDS = frozenset({"Clip", "Max", "Min", "Sigmoid"})
 """Operators after which floats have known bounds."""

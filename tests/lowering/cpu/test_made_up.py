@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import made_up
 from optdnn.lowering.cpu.made_up import made_up_inputs
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.types import INT64
 
 
@@ -35,6 +36,17 @@ def test_pixels_that_are_positions_lie_from_0_to_1() -> None:
     assert feeds is not None
     assert not reason
     assert all(a.min() >= 0 and a.max() < 1 for a in feeds.values())
+    evaluate(graph, feeds)
+
+
+def test_points_in_voxels_lie_from_0_to_1() -> None:
+    """Each point's voxel is computed from two columns of its coordinates (PointPillars)."""
+    n = Net()
+    voxels = n.op("Cast", n.op("Floor", n.op("Mul", n.input(40, 3), n.const(8.0))), attrs=CastAttrs(INT64))
+    x, y = (n.op("Gather", voxels, n.const(k, np.int64), attrs=GatherAttrs(1)) for k in (0, 1))
+    graph = n.done(n.op("Gather", n.random(64), n.op("Add", n.op("Mul", y, n.const(8, np.int64)), x)))
+    feeds, _ = made_up_inputs(graph)
+    assert feeds is not None
     evaluate(graph, feeds)
 
 
