@@ -22,7 +22,8 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import MOST_TILES, is_thin, thin_seconds
+from optdnn.kernels.gemm.matmul import MOST_TILES
+from optdnn.kernels.gemm.thin import is_thin, thin_seconds
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.pointwise.pointwise import copied_later

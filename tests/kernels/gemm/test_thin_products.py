@@ -13,7 +13,7 @@ from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.gemm.matmul import Share, is_thin
+from optdnn.kernels.gemm.thin import Share, is_thin
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
