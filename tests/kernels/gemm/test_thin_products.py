@@ -13,12 +13,15 @@ from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.gemm.thin import Share, is_thin
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.gemm.thin import Share, is_thin, thin_parts
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.program import Kernel, Program
+from optdnn.types import FP32
 
 
 def rows(n: Net) -> Value:
@@ -134,6 +137,43 @@ def test_threads_take_more_results_while_enough_of_them_remain(
     assert Share.of(*sizes, width) == share
     m, n, _, matrices = sizes
     assert share.threads(m, n, matrices) >= min(1 << 16, m * n * matrices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "share"),
+    [((3137, 8, 8, 128), 4, Share(2, 4, True)), ((3137, 8, 8, 128), 1, Share(8, 1)), ((8, 3136, 8, 128), 4, Share(4, 2, True)),
+     ((785, 15, 16, 64), 1, Share(8, 1)), ((8, 8, 241, 1664), 4, Share(1, 4, True)), ((8, 8, 241, 1664), 1, Share(1, 4)),
+     ((1, 64, 16, 4096), 4, Share(1, 2, True)), ((1, 64, 16, 100), 4, Share(1, 1)), ((2000, 1, 16, 128), 1, Share(8, 1))],
+)  # fmt: skip
+def test_threads_of_fp32_take_a_few_rows_of_an_access(
+    sizes: tuple[int, int, int, int], width: int, share: Share
+) -> None:
+    assert Share.wide(*sizes, width) == share
+
+
+@pytest.mark.parametrize(
+    ("shape", "thin"), [((785, 16, 16, 64), True), ((785, 17, 16, 64), False), ((785, 16, 17, 64), False)]
+)
+def test_which_products_of_fp32_are_thin(shape: tuple[int, int, int, int], thin: bool) -> None:
+    assert is_thin(*shape, wide=True) == thin
+    assert not is_thin(*shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((8, 8, 3137, 128), 13),
+        ((8, 8, 256, 128), 0),
+        ((8, 8, 5000, 128), 0),
+        ((24, 24, 3137, 64), 0),
+        ((8, 2000, 2000, 2), 0),
+    ],
+)
+def test_long_products_have_thin_parts(shape: tuple[int, int, int, int], parts: int) -> None:
+    """The last one is faster in the plain kernel, whose blocks share the terms."""
+    *_, m, n, k, count = (1, *shape)
+    right = TensorView(0, 0, (count, k, n), (k * n, n, 1), FP32)
+    assert thin_parts(m, n, k, count, right, of_arch("sm_90a")) == parts
 
 
 @pytest.mark.parametrize("name", ["rows", "outlook"])
