@@ -27,6 +27,8 @@ _DEPTH = 8
 """The depth to which a Product or Sum flattens a tree of Mul or Add."""
 _PRODUCTS = frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
 _SUMS = frozenset({"Add", "Sub", "Neg", "Sum"})
+_VARIADIC = frozenset({"Concat", "Einsum", "Max", "Mean", "Min", "Sum"})
+"""Kinds with any number of operands."""
 
 
 # ---------------------------------------------------------------- the parts of a pattern
@@ -58,7 +60,7 @@ class ConstantVar:
 class Node:
     """An op of one of ``kinds`` with one result. ``name`` binds the op, so that the rule can check its attributes.
 
-    ``args`` may omit trailing operands. ``alone``: the result must have a single use.
+    ``args`` may omit trailing operands, except those of kinds with any number of them. ``alone``: the result must have a single use.
     """
 
     kinds: frozenset[str]
@@ -217,6 +219,8 @@ def _match_node(graph: Graph, value: Value, pattern: Node, state: Bindings) -> I
     if after is None:
         return
     n = len(pattern.args)
+    if op.kind in _VARIADIC and n != len(op.inputs):
+        return
     operands = op.inputs[:n] + (None,) * (n - len(op.inputs))
     orders = [operands]
     if n == 2 and op.definition.traits.commutative and operands[0] != operands[1]:

@@ -172,3 +172,9 @@ def test_softplus_that_does_not_overflow() -> None:
 def test_another_logarithm_is_no_softplus() -> None:
     n = Net(np.float64)
     check_untouched(FuseActivation(), n.done(n.op("Log", n.op("Add", n.op("Exp", n.input(3, 4)), 2.0))))
+
+
+def test_the_largest_of_three_is_no_slope() -> None:
+    n = Net(np.float64)
+    x = n.input(3, 4)
+    check_untouched(FuseActivation(), n.done(n.op("Max", n.op("Mul", x, 0.5), x, n.input(3, 4, name="y"))))

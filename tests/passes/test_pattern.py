@@ -13,6 +13,7 @@ from support.check import check_pass, check_untouched
 from support.net import Net
 
 from optdnn.ir.graph import Value
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.support.pattern import Power, Scalar, Var, find, node, product, root_kinds, total
 
@@ -142,6 +143,14 @@ def test_operands_of_other_kinds_keep_their_order() -> None:
     assert matches(n, n.op("PRelu", n.op("Exp", x), y), pattern) == 1
     assert matches(n, n.op("PRelu", y, n.op("Exp", x)), pattern) == 0
     assert matches(n, n.op("Max", y, n.op("Exp", x)), node("Max", node("Exp", X), Y)) == 1
+
+
+@pytest.mark.parametrize("kind", ["Concat", "Max", "Mean", "Min", "Sum"])
+def test_all_operands_are_in_the_pattern_where_there_may_be_any_number(kind: str) -> None:
+    n = Net(np.float64)
+    x, y, attrs = n.input(4), n.input(4, name="y"), ConcatAttrs(0) if kind == "Concat" else None
+    assert matches(n, n.op(kind, x, y, attrs=attrs), node(kind, X, Y)) == 1
+    assert matches(n, n.op(kind, x, y, x, attrs=attrs), node(kind, X, Y)) == 0
 
 
 def test_an_absent_operand_is_asked_for() -> None:

@@ -128,7 +128,7 @@ def sixteen_bits(kind: str) -> Graph:
     n = QNet()
     x = n.fake(n.op("Relu", n.qconv(n.input(2, 8, 9, 7), 8)), 2e-4, 0, np.uint16)
     return n.done(
-        n.qconv(n.fake((n.average_pool if kind == "AveragePool" else n.max_pool)(x, 3), 2e-4, 0, np.uint16), 8)
+        n.qconv(n.fake((n.average_pool if kind == "AveragePool" else n.max_pool)(x, 3), 3e-4, 0, np.uint16), 8)
     )
 
 
