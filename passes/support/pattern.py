@@ -60,7 +60,7 @@ class ConstantVar:
 class Node:
     """An op of one of ``kinds`` with one result. ``name`` binds the op, so that the rule can check its attributes.
 
-    ``args`` may omit trailing operands, except those of kinds with any number of them. ``alone``: the result must have a single use.
+    ``args`` may omit trailing operands, but not those of kinds that have any number. ``alone``: the result must have a single use.
     """
 
     kinds: frozenset[str]
