@@ -61,6 +61,7 @@ from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_strides import LongStrides
 from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.mixed_filters import MixedFilters
 from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.one_float import OneFloat
 from optdnn.passes.ordered_sums import OrderedSums
@@ -201,6 +202,7 @@ O2_GPU: tuple[Pass, ...] = (
     SampledSums(),  # before precisions: sampling positions stay fp32; before epilogues, which would absorb the weighting
     ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
     ResamplingFilters(),  # before epilogues, which hide filters; before views are hoisted
+    MixedFilters(),  # before epilogues; after scales and shifts have been folded into the filters
     AxisFilters(),  # before epilogues; before products along tokens
     WindowSums(),  # before epilogues; before channels last are chosen
     FoldedWindows(),  # before epilogues, which sums of segments take in; before the views of windows are hoisted

@@ -330,6 +330,7 @@ RULES: Mapping[str, str] = {
     "rows_of_one_index": "gathers by one list of indices merged into one",
     "turned_features": "features of queries and keys left in one order",
     "repeated_heads": "repeated heads read once per group",
+    "mixed_filters": "depthwise convolutions of the parts of an image replaced by one of the whole image",
     "axis_filter": "filters as long as an axis written as products with a banded matrix",
     "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
     "blurred_edges": "average pools of images with repeated edges written as depthwise convolutions",
