@@ -31,9 +31,11 @@ from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import FP32, is_float
 
 ARITY = 3
-TAP_INSTRUCTIONS, ISSUED, CLOCK = 47, 128, 1.75e9
+TAP_INSTRUCTIONS, UNROLLED, ISSUED, CLOCK = 47, 12, 128, 1.75e9
 """TAP_INSTRUCTIONS: instructions of a thread per tap in a loop (12 heads of 512 tokens and 64 features, 65 taps: 41 us
-on an H200); ISSUED: thread instructions that a multiprocessor issues per cycle; CLOCK: Hz."""
+on an H200). UNROLLED: the same of unrolled taps, for each channel of the thread and once more (9 timings of CoaT on an H200: 57
+channels, 56 x 56 pixels, batch 8, 7x7 56 us, 5x5 29 us). ISSUED: thread instructions that a multiprocessor issues per cycle;
+CLOCK: Hz."""
 
 
 def _stages(op: Op) -> list[Stage]:
@@ -105,15 +107,16 @@ class Depthwise(Tactic):
         return math.gcd(channel_vector_width([x, out]), x.shape[1])
 
     def seconds(self, b: Builder, op: Op) -> float | None:
-        """Predicted seconds with many taps, which run in a loop, from the instructions of all threads. None with fewer
-        taps: the default prediction holds."""
-        return None if math.prod(b.weights(op).shape[2:]) <= MOST_APART else self.instruction_seconds(b, op)
+        """Predicted seconds, from the instructions of all threads. Up to :data:`.window.MOST_APART` taps are unrolled; more run in a
+        loop."""
+        taps, width = math.prod(b.weights(op).shape[2:]), self._width(self.source(b, op), b.result(op.value))
+        return self.instruction_seconds(b, op, TAP_INSTRUCTIONS if taps > MOST_APART else UNROLLED * (1 + width))
 
-    def instruction_seconds(self, b: Builder, op: Op) -> float:
-        """Seconds in which the GPU issues the instructions of all threads, if their taps run in a loop."""
+    def instruction_seconds(self, b: Builder, op: Op, each: float = TAP_INSTRUCTIONS) -> float:
+        """Seconds in which the GPU issues the instructions of all threads, with ``each`` per tap."""
         taps, out = math.prod(b.weights(op).shape[2:]), b.result(op.value)
         threads = out.size / self._width(self.source(b, op), out)
-        return threads * taps * TAP_INSTRUCTIONS / (b.gpu.multiprocessors * ISSUED * CLOCK)
+        return threads * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.made(self.source(b, op)), b.target(op.value)
@@ -321,6 +324,10 @@ class DepthwiseTranspose(Depthwise):
         if why is None and self._width(self.source(b, op), b.result(op.value)) == 1:
             return "no two of its channels are neighbors in memory"
         return why
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """None up to :data:`.window.MOST_APART` taps, of which a result meets few: the default prediction holds."""
+        return None if math.prod(b.weights(op).shape[2:]) <= MOST_APART else super().seconds(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.made(self.source(b, op)), b.target(op.value)
