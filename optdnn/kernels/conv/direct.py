@@ -326,7 +326,7 @@ class DepthwiseTranspose(Depthwise):
         return why
 
     def seconds(self, b: Builder, op: Op) -> float | None:
-        """None up to :data:`.window.MOST_APART` taps, of which a result meets few: the default prediction holds."""
+        """None up to :data:`.window.MOST_APART` taps, since a result meets few of them: the default prediction holds."""
         return None if math.prod(b.weights(op).shape[2:]) <= MOST_APART else super().seconds(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
