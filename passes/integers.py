@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,19 +14,15 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer, scalar
+from optdnn.passes.rules.repeated_roundings import rescaled_rounding, same_grid, same_pair
+from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.paths import path_to, repeated
-from optdnn.passes.support.pattern import Var, node
-from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
+from optdnn.passes.support.quantized_values import is_dequantized, is_dequantized_data, same_scale, zeros_of
 from optdnn.types import FP32, INT8, UINT8, is_float
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
-
-
-def is_dequantized(graph: Graph, value: Value | None) -> bool:
-    return value is not None and graph.op(value).kind == "DequantizeLinear"
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
@@ -41,140 +36,9 @@ def holds_integers(graph: Graph, dequantize: Op) -> bool:
             readers = [(user, dequantize.value)]
         for reader, value in readers:
             data = reader.input(0)
-            if reader.kind in WEIGHTED and data != value and _of_data(graph, data):
+            if reader.kind in WEIGHTED and data != value and is_dequantized_data(graph, data):
                 return True
     return False
-
-
-def _of_data(graph: Graph, value: Value | None) -> bool:
-    return is_dequantized(graph, value) and graph.constant_value(graph.op(value).inputs[0]) is None  # type: ignore[arg-type]
-
-
-@pattern_rule("requantize_same", node("QuantizeLinear", node("DequantizeLinear", Var("integers"), name="before")))
-def same_pair(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """QuantizeLinear of a DequantizeLinear with the same scale and zero point returns the integers unchanged."""
-    source, before = found["integers"], found["before"]
-    if graph.type(source).dtype != root.outputs[0].type.dtype or before.outputs[0].type.dtype != FP32:
-        return None
-    if not _same_scale(graph, before, root):
-        return None
-    if graph.type(operand(before, 1)).dims not in ((), (1,)) and root.attrs.axis != before.attrs.axis:
-        return None
-    # With a scale that is zero, subnormal, infinite or NaN, the integers would be lost on the way.
-    numbers = graph.constant_value(before.inputs[1])
-    if numbers is None or not (np.isfinite(numbers) & (np.abs(numbers) >= np.finfo(np.float32).tiny)).all():
-        return Miss("its scale is not a constant normal number")
-    return Match((root,), lambda patch: source)
-
-
-@pattern_rule(
-    "requantize_same_grid",
-    node(
-        "DequantizeLinear",
-        node("QuantizeLinear", node("DequantizeLinear", Var("integers"), name="first"), name="between"),
-    ),
-)
-def same_grid(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """DequantizeLinear of rounded numbers that are on the grid already: int8 with zero point z and uint8 with z + 128 are one grid.
-
-    ONNX Runtime turns the data of its convolutions to uint8 in this way, and back for other operators."""
-    first, between = found["first"], found["between"]
-    types = {graph.type(first.value), root.outputs[0].type}
-    if not _same_scale(graph, between, root) or len(types) > 1 or types.pop().dtype != FP32:
-        return None
-    if any(one.attrs.block_size for one in (first, root)) or not _equal(graph, first.input(1), root.input(1)):
-        return None
-    grids = [_grid(graph, one) for one in (first, root)]
-    scale = scalar(graph, operand(first, 1))
-    if None in grids or grids[0] != grids[1] or scale is None or not np.isfinite(scale):
-        return None
-    if abs(scale) < np.finfo(np.float32).tiny:
-        return Miss("its scale is not a normal number")
-    return Match((root,), lambda patch: first.value)
-
-
-def _grid(graph: Graph, dequantize: Op) -> tuple[int, int] | None:
-    """The smallest and the largest number that a DequantizeLinear of one zero point gives, in units of its scale."""
-    dtype, zeros = graph.type(operand(dequantize)).dtype, _zeros(graph, dequantize)
-    if dtype.kind not in "iu" or zeros is None or len(zeros) != 1:
-        return None
-    info, zero = np.iinfo(dtype), next(iter(zeros))
-    return int(info.min) - zero, int(info.max) - zero
-
-
-@rule("rescaled_rounding", {"QuantizeLinear"})
-def rescaled_rounding(graph: Graph, op: Op) -> Match | Miss | None:
-    """``round(c * round(x))`` is ``round(c * x)`` if the second scale is c times the first one: both give the same integers.
-
-    TFLite rounds the scores of an attention before and after it scales them. Results are equal except where a value falls on the
-    edge between two integers."""
-    scaling = producer(graph, op.inputs[0], {"Mul", "Div"})
-    found = None if scaling is None else _scaled_by(graph, scaling)
-    if scaling is None or found is None:
-        return None
-    before, factor = found
-    first = producer(graph, before.inputs[0], {"QuantizeLinear"})
-    if first is None or first.outputs[0].type.dtype != op.outputs[0].type.dtype or before.attrs.block_size:
-        return None
-    if not _same_scale(graph, first, before) or not _equal(graph, first.input(2), op.input(2)):
-        return None
-    scales = [scalar(graph, one.inputs[1]) for one in (first, op)]
-    if None in scales or first.attrs.block_size or op.attrs.block_size:
-        return None
-    inner, outer = (float(s) for s in scales if s is not None)
-    if not (np.isfinite(outer) and outer > 0 and abs(inner * factor / outer - 1) < _SAME):
-        return Miss("its scale is not the one before it, times the factor between")
-    if any(graph.sole_user(one.value) is None for one in (first, before, scaling)):
-        return Miss("other operators read what is rounded before it")
-    x = operand(first)
-
-    def build(patch: Patch) -> Value:
-        constant = patch.constant(np.asarray(factor, graph.type(x).dtype), f"{scaling.outputs[0].name}.factor")
-        return patch.add("QuantizeLinear", [patch.add("Mul", [x, constant]), *op.inputs[1:]], op.attrs)
-
-    return Match((op, scaling, before, first), build)
-
-
-_SAME = 1e-5
-"""Largest difference of two scales, of the larger one: 255 steps of one are then 255 steps of the other."""
-
-
-def _scaled_by(graph: Graph, op: Op) -> tuple[Op, float] | None:
-    """The DequantizeLinear whose result a Mul or Div scales by one positive number, and that number."""
-    for value, other in ((operand(op), operand(op, 1)), (operand(op, 1), operand(op)))[: 2 if op.kind == "Mul" else 1]:
-        before, number = producer(graph, value, {"DequantizeLinear"}), _number(graph, other)
-        same = graph.type(value).shape == op.outputs[0].type.shape
-        if before is not None and number is not None and number > 0 and same and _of_data(graph, value):
-            return before, number if op.kind == "Mul" else 1.0 / number
-    return None
-
-
-def _number(graph: Graph, value: Value) -> float | None:
-    """The single element of a constant, which may be stored as an integer."""
-    stored = producer(graph, value, {"DequantizeLinear"})
-    if stored is None:
-        return scalar(graph, value)
-    zero = 0.0 if stored.input(2) is None else scalar(graph, stored.input(2))
-    held, scale = scalar(graph, stored.inputs[0]), scalar(graph, stored.inputs[1])
-    return None if held is None or scale is None or zero is None else (held - zero) * scale
-
-
-def _same_scale(graph: Graph, a: Op, b: Op) -> bool:
-    """Whether two Q or DQ ops have equal constants as scale and zero point, and no blocks."""
-    if a.attrs.block_size or b.attrs.block_size:
-        return False
-    return all(_equal(graph, a.input(i), b.input(i)) for i in (1, 2))
-
-
-def _equal(graph: Graph, a: Value | None, b: Value | None) -> bool:
-    """Whether two values are equal constants. A missing zero point counts as zero."""
-    if a == b:
-        return True
-    x, y = graph.constant_value(a), graph.constant_value(b)
-    if a is None or b is None:
-        present = x if x is not None else y
-        return present is not None and not present.any()
-    return x is not None and y is not None and x.dtype == y.dtype and x.size == y.size and bool((x == y).all())
 
 
 @rule("transpose_integers", {"Transpose"})
@@ -250,11 +114,11 @@ def shift_zero_point(graph: Graph, op: Op) -> Match | Miss | None:
     """
     dtype, users = op.outputs[0].type.dtype, graph.users(op.value)
     shift = {INT8: 128, UINT8: -128}.get(dtype)
-    if shift is None or _zeros(graph, op) != {-shift}:
+    if shift is None or zeros_of(graph, op) != {-shift}:
         return None
     if any(u.kind != "DequantizeLinear" or u.inputs[0] != op.value for u in users):
         return Miss(f"other operators than DequantizeLinear read {dtype.name} with zero point {-shift}")
-    zeros = [_zeros(graph, u) for u in users]
+    zeros = [zeros_of(graph, u) for u in users]
     if any(z is None or not all(0 <= v + 128 * (shift > 0) <= 255 for v in z) for z in zeros):
         return Miss("a zero point that reads it is not constant")
     shifted = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
@@ -269,15 +133,6 @@ def shift_zero_point(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(user.value, new)
 
     return Match((op, *users), build)
-
-
-def _zeros(graph: Graph, op: Op) -> set[int] | None:
-    """The different zero points of a Q or DQ; None where they are not constant."""
-    value = op.input(2)
-    array = graph.constant_value(value)
-    if array is None:
-        return {0} if value is None else None
-    return set(map(int, array.reshape(-1).tolist()))
 
 
 @rule("on_integers", {"QuantizeLinear"})
@@ -301,7 +156,7 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the float result of {moved.name} has another reader")
     if graph.type(operand(op, 1)).dims not in ((), (1,)) or op.attrs.block_size:
         return Miss("it has a scale per channel")
-    zeros = _zeros(graph, op)
+    zeros = zeros_of(graph, op)
     if moved.kind == "Pad" and zeros is None:
         return Miss("it pads with a zero point that is not constant")
 
@@ -321,7 +176,7 @@ def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
     """The integers of a dequantized value, with the scale and zero point of ``op``."""
     before = graph.op(value)
     stored = operand(before)
-    if graph.type(stored).dtype == op.outputs[0].type.dtype and _same_scale(graph, before, op):
+    if graph.type(stored).dtype == op.outputs[0].type.dtype and same_scale(graph, before, op):
         return stored
     return patch.add("QuantizeLinear", [value, *op.inputs[1:]], op.attrs, name=f"{op.outputs[0].name}/requantized")
 
@@ -349,7 +204,7 @@ def split_integers(graph: Graph, op: Op) -> Match | Miss | None:
         for part, users in readers.items():
             made = Value(split.id, part.port)
             for user in users:
-                if user.outputs[0].type.dtype == graph.type(stored).dtype and _same_scale(graph, before, user):
+                if user.outputs[0].type.dtype == graph.type(stored).dtype and same_scale(graph, before, user):
                     patch.replace(user.value, made)
             patch.replace(part, patch.add("DequantizeLinear", [made, *before.inputs[1:]], before.attrs))
 

@@ -11,9 +11,9 @@ import numpy as np
 from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.base import PassReport
-from optdnn.passes.integers import is_dequantized
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, asks_packed, key, no_integers
+from optdnn.passes.support.quantized_values import is_dequantized
 from optdnn.passes.support.ranges import Calibration
 from optdnn.passes.support.small_weights import MOST, exponent
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float

@@ -17,6 +17,16 @@ FEWER_BITS = ("int4", "uint4", "int2", "uint2")
 """Integers that int8 holds with any zero point of their own."""
 
 
+def is_dequantized(graph: Graph, value: Value | None) -> bool:
+    """Whether a value is the result of a DequantizeLinear."""
+    return value is not None and graph.op(value).kind == "DequantizeLinear"
+
+
+def is_dequantized_data(graph: Graph, value: Value | None) -> bool:
+    """Whether a value is the result of a DequantizeLinear of computed integers."""
+    return is_dequantized(graph, value) and graph.constant_value(graph.op(value).inputs[0]) is None  # type: ignore[arg-type]
+
+
 def quant_params(graph: Graph, op: Op, stored: Value, kinds: Collection[str] = EIGHT_BITS) -> QuantParams | None:
     """Scale and zero point of a per-tensor Q or DQ op; ``stored`` is its value, of a type in ``kinds``. None for other ops."""
     dtype = graph.type(stored).dtype.name
@@ -98,3 +108,30 @@ def quantizer(graph: Graph, value: Value) -> Op | None:
             value = user.value
             continue
         return user if user.kind == "QuantizeLinear" and user.inputs[0] == value else None
+
+
+def same_scale(graph: Graph, a: Op, b: Op) -> bool:
+    """Whether two Q or DQ ops have equal constants as scale and zero point, and no blocks."""
+    if a.attrs.block_size or b.attrs.block_size:
+        return False
+    return all(same_constant(graph, a.input(i), b.input(i)) for i in (1, 2))
+
+
+def same_constant(graph: Graph, a: Value | None, b: Value | None) -> bool:
+    """Whether two values are equal constants. A missing zero point counts as zero."""
+    if a == b:
+        return True
+    x, y = graph.constant_value(a), graph.constant_value(b)
+    if a is None or b is None:
+        present = x if x is not None else y
+        return present is not None and not present.any()
+    return x is not None and y is not None and x.dtype == y.dtype and x.size == y.size and bool((x == y).all())
+
+
+def zeros_of(graph: Graph, op: Op) -> set[int] | None:
+    """The different zero points of a Q or DQ; None where they are not constant."""
+    value = op.input(2)
+    array = graph.constant_value(value)
+    if array is None:
+        return {0} if value is None else None
+    return set(map(int, array.reshape(-1).tolist()))

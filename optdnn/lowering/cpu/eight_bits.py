@@ -11,9 +11,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.fused import plain_attrs
-from optdnn.passes.integers import WEIGHTED, holds_integers, is_dequantized
+from optdnn.passes.integers import WEIGHTED, holds_integers
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.quantize import SMALL_WEIGHT
+from optdnn.passes.support.quantized_values import is_dequantized
 from optdnn.runtime.file.requires import bytes_saturate
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import INT8, UINT8, Array
