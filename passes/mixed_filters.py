@@ -75,7 +75,7 @@ def _is_depthwise(graph: Graph, conv: Op, weight: Array) -> bool:
 
 
 def _joined(graph: Graph, convs: Sequence[Op], filters: Sequence[Array]) -> tuple[Array, tuple[int, ...]] | None:
-    """The filters inside of windows of one size, and the pads of these windows; None if there are no such windows."""
+    """The filters, placed in windows of one size, and the pads of the windows; None if no window suits all of them."""
     a, axes = convs[0].attrs, range(filters[0].ndim - 2)
     before, after = sizes_of(graph, operand(convs[0])), sizes_of(graph, convs[0].value)
     if before is None or after is None or any(d != 1 for conv in convs for d in conv.attrs.dilations):

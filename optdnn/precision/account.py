@@ -142,7 +142,7 @@ def node_facts(
     sensitivities: Sensitivities,
     offered: Collection[str],
 ) -> list[NodeFacts]:
-    """The facts of each op with a float result. ``offered``: the precisions that were tried; their refusals are told."""
+    """The facts of each op with a float result. ``offered``: the precisions that were tried; the facts hold their refusals."""
     return [
         NodeFacts(
             key=choice.key,

@@ -28,7 +28,7 @@ MOST = 24
 
 
 def exponent(graph: Graph, op: Op) -> int:
-    """The exponent of the power of two by which a product's weights and its bias are enlarged in fp16; 0: they stay as they are."""
+    """The exponent of the power of two that multiplies a product's weights and bias in fp16; 0: they stay as they are."""
     slots = _slots(graph, op)
     if slots is None:
         return 0

@@ -1,4 +1,4 @@
-"""choice_is_bound: bounds written as choices, as ONNX defines Clip. NaN stays what it is."""
+"""choice_is_bound: bounds written as choices, as ONNX defines Clip. NaN stays NaN."""
 
 from __future__ import annotations
 

@@ -161,13 +161,6 @@ def unit_of(*images: TensorView) -> int:
     return next((n for n in (8, 4) if all(conv_maps.image_places(x, n) is not None for x in images)), 0)
 
 
-def places_of(x: TensorView, unit: int) -> tuple[int, int]:
-    """Elements from a pixel to the next, and from an image to the next (0: images follow one another without gaps), of an image whose
-    pixels begin at multiples of ``unit``."""
-    pitch, apart = conv_maps.image_places(x, unit) or (0, 0)
-    return pitch, 0 if apart == math.prod(x.shape[2:]) * pitch else apart
-
-
 def _misplaced(x: TensorView, out: TensorView) -> str | None:
     """Why the kernels cannot read or write the images in place, or None."""
     for name, image in (("input", x), ("result", out)):
@@ -311,7 +304,7 @@ class TiledDepthwise(DepthwiseTactic):
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
         added = self.residual(b, op, unit, columns)
         images = (x, out, added and image_of(added, columns))
-        reads, writes, adds = ((0, 0) if v is None else places_of(v, unit) for v in images)
+        reads, writes, adds = ((v and conv_maps.image_places(v, unit)) or (0, 0) for v in images)
         return depthwise.Problem(
             out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(reads[0], writes[0], adds[0]),
             images_apart=(reads[1], writes[1], adds[1]), unit=unit, relu=relu_before(op),
@@ -344,6 +337,8 @@ class TiledDepthwise(DepthwiseTactic):
         problem, (_, out, columns) = self.problem(b, op), self._places(b, op)
         ep, target, between = self.stages(b, op), b.target(op.value), b.made(out)
         operands = {**self.reads(b, op, columns), "output": as_launched(between, columns)}
+        if (added := self.residual(b, op, problem.unit, columns)) is not None:
+            operands["residual"] = as_launched(b.made(added), columns)
         kind, attrs, reads = self.meaning(b, op, ep, operands, columns)
         operands["bias"] = channel_row(b, op, ep.added_to(bias_of(b, op)), ep, out.shape[1], operands["bias"])
         made = family(config).launch(problem, config, b.gpu)
@@ -385,16 +380,12 @@ class TiledDepthwise(DepthwiseTactic):
     def meaning(
         self, b: Builder, op: Op, ep: Epilogue, operands: dict[str, TensorView], columns: int
     ) -> tuple[str, dict[str, Any], list[TensorView | None]]:
-        """The meaning of the launch: kind, attributes and the tensors that it reads. Adds the epilogue's operands to
-        ``operands``."""
-        residual = self.residual(b, op, self.problem(b, op).unit, columns)
-        if residual is not None:
-            residual = operands["residual"] = as_launched(b.made(residual), columns)
+        """The meaning of the launch: kind, attributes and the tensors that it reads."""
         attrs = conv_attrs(self.walked(b, op), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
         return (
             self.kind,
             attrs | self.more_attrs(b, op),
-            [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, residual)],
+            [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, operands.get("residual"))],
         )
 
 

@@ -15,7 +15,8 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise import TiledDepthwise, columns_of, geometry, image_of, places_of, unit_of
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.depthwise import TiledDepthwise, columns_of, geometry, image_of, unit_of
 from optdnn.kernels.conv.paired import faster_apart, stages_with_other
 from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
@@ -99,10 +100,11 @@ class PairedDepthwise(TiledDepthwise):
         own, second = super().problem(b, op), image_of(b.source(other.inputs[0]))
         unit = min(own.unit, unit_of(second))
         beside = plan_epilogue(b.graph, other, channel_axis=1)
-        return replace(own, beside=(("bias",), *beside.rendered), second_places=places_of(second, unit), unit=unit)
+        places = conv_maps.image_places(second, unit) or (0, 0)
+        return replace(own, beside=(("bias",), *beside.rendered), second_places=places, unit=unit)
 
     def residual(self, b: Builder, op: Op, unit: int, columns: int) -> TensorView | None:
-        """None: what the stages read in its place is the other convolution's result."""
+        """None: in its place, the stages read the other convolution's result."""
         return None
 
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:

@@ -49,10 +49,8 @@ class TiledMatMul(Tactic):
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
         if op.kind != "MatMul" or min(len(left), len(right)) < 2:
             return None
-        sizes, x = (
-            (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2])),
-            b.operand(op.inputs[1]),
-        )
+        sizes = (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2]))
+        x = b.operand(op.inputs[1])
         wide = x.dtype == FP32
         if is_thin(*sizes, wide=wide) or (wide and thin_parts(*sizes, x, b.gpu)):
             return thin_seconds(*sizes, x)
@@ -211,8 +209,8 @@ def _emit_parts(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, parts: int, stages: Sequence[Stage],
     used: Mapping[int, TensorView], tf32: bool,
 ) -> None:  # fmt: skip
-    """Add the launch of the products of equal parts of the terms, and the one that adds their sums, and the products of the terms that
-    are left over."""
+    """Add two launches: the products of equal parts of the terms; and the sum of these, with the product of the terms that are left
+    over."""
 
     def emit(pair: terms.Pair, to: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView]) -> None:
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}

@@ -52,8 +52,8 @@ Pair = tuple[TensorView, TensorView]
 
 
 def cut(left: TensorView, right: TensorView, parts: int) -> tuple[Pair, Pair | None]:
-    """The factors as stacks of ``parts`` equal products, whose new axis comes before those of a matrix; and those of the terms that are left
-    over, if any."""
+    """The factors as stacks of ``parts`` equal products, whose new axis comes before those of a matrix; and the factors of the terms that
+    are left over, if any."""
     m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
     each, over = divmod(k, parts)
     one = left.view(

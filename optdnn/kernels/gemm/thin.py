@@ -96,10 +96,8 @@ def is_thin(m: int, n: int, k: int, matrices: int, *, wide: bool = False) -> boo
 def thin_seconds(m: int, n: int, k: int, matrices: int, right: TensorView) -> float:
     """Predicted seconds of a thin product, without those of a launch. ``right``: its second factor."""
     if right.dtype == FP32:
-        moved = 4 * matrices * (m * k + k * n + m * n) / WIDE_BYTES
-        return moved * (1 if right.strides[-1] in (0, 1) else 2) + (
-            m * n * k * matrices * LONG_S if k > FEW_TERMS else 0.0
-        )
+        moved = 4 * matrices * (m * k + k * n + m * n) / WIDE_BYTES * (1 if right.strides[-1] in (0, 1) else 2)
+        return moved + (m * n * k * matrices * LONG_S if k > FEW_TERMS else 0.0)
     return m * n * k * matrices * THIN_S * (1 if right.strides[-1] in (0, 1) else APART)
 
 
