@@ -79,10 +79,26 @@ CASES: dict[str, tuple[Problem, Config]] = {
         Config(2, 1, 16, 2),
     ),
     "softcap and a mask": (merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), dtype="float32"), Config(1, 1, 32, 2)),
+    "two warps share keys": (merged(1, 2, 70, 32, dtype="float32"), Config(2, 1, 32, 2, split=2)),
+    "two sets of two warps": (merged(2, 3, 37, 64, dtype="float32"), Config(4, 1, 64, 3, split=2)),
+    "four warps share keys": (merged(1, 1, 130, 80, dtype="float32"), Config(4, 1, 64, 2, split=4)),
+    "warps without keys": (merged(1, 2, 10, 16, dtype="float32"), Config(4, 1, 64, 2, split=4)),
+    "shared keys, causal": (
+        apart(1, 2, 40, 20, 32, causal=True, causal_offset=-20, dtype="float32"),
+        Config(4, 1, 64, 2, split=4),
+    ),
+    "shared keys, lengths, a window": (
+        merged(4, 2, 90, 32, reach=3, causal=True, lengths=True, dtype="float32"),
+        Config(4, 1, 32, 2, split=2),
+    ),
+    "shared keys, sinks, a softcap and a mask": (
+        merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), sinks=True, dtype="float32"),
+        Config(2, 1, 32, 2, split=2),
+    ),
 }
 CASES |= {
     f"rounded, {name}": (replace(CASES[name][0], rounded=True), CASES[name][1])
-    for name in ("tails", "causal", "a head of 80", "lengths", "softcap and a mask")
+    for name in ("tails", "causal", "a head of 80", "lengths", "softcap and a mask", "two sets of two warps")
 }
 QUICK = (
     "rounded, tails",
@@ -94,6 +110,11 @@ QUICK = (
     "masks of windows",
     "sinks",
     "sinks, some see nothing",
+    "two sets of two warps",
+    "four warps share keys",
+    "shared keys, causal",
+    "shared keys, lengths, a window",
+    "shared keys, sinks, a softcap and a mask",
 )
 
 
@@ -180,7 +201,8 @@ A, AC = merged(2, 4, 300, 64, dtype="float32"), Config(4, 1, 32, 2)
         (replace(A, k=HeadView(8, 8, 2)), AC, "k: strides and offsets must be multiples of 4"),
         (A, replace(AC, keys=80), "not a tile"),
         (A, replace(AC, warps=3), "not a tile"),
-        (A, replace(AC, split=2), "not a tile"),
+        (A, replace(AC, split=4), "not a tile"),
+        (A, replace(AC, warps=1, split=2), "1 warps and 32 keys do not split into 2 equal parts"),
         (merged(2, 4, 300, 192, dtype="float32"), Config(8, 1, 16, 2), "bytes of shared memory exceed 101376"),
         (A, replace(AC, blocks=6), "that many blocks"),
         (merged(2, 4, 300, 192, dtype="float32"), Config(1, 1, 32, 2), "registers"),

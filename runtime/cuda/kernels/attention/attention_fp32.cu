@@ -6,15 +6,16 @@
 // (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their additions. So products with a rest have accumulators of their own
 // where the sum becomes an exponent, and the accumulators of each tile of keys are added to the result by fp32 additions.
 //
-// A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and their values alternate in a
-// ring of SLOTS. The exponentials of the score accumulators of eight keys are operand A of the product with the values, since K may be in any
+// A block takes WARPS / SPLIT sets of 16 queries of one head, which stay in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS keys and
+// their values alternate in a ring of SLOTS. The SPLIT warps of a set each take a part of every tile's keys. At the end, the first one
+// adds the others' results to its own: with few queries, this is the only way to occupy a multiprocessor. The exponentials of the score accumulators of eight keys are operand A of the product with the values, since K may be in any
 // order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. The statistics are those of the online softmax.
 //
 // A lane (row g = lane / 4, t = lane % 4) reads four features of a key at once: two steps of K. It reads FEW features of a value at once,
 // each of them column g of a tile of results. So the pitch of key rows is PITCH floats (16 more than a multiple of 32), and the pitch of
 // value rows is HEAD + 4: the lanes of a quarter warp read different banks.
 //
-// generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
+// generated.cuh defines WARPS, SPLIT, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), KEEP, MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
 // HAS_LENGTHS, SOFTCAP, MASK and SINKS (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices)
 // and multiply().
 #include "ptx.cuh"
@@ -22,7 +23,9 @@
 #include "generated.cuh"
 #include "attention_mma.cuh"
 
-constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS * ROWS, EIGHTS = BLOCK_KEYS / 8;
+constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS / SPLIT * ROWS;
+constexpr int OWN_KEYS = BLOCK_KEYS / SPLIT, EIGHTS = OWN_KEYS / 8;                        // keys of a tile that a warp multiplies
+static_assert(WARPS % SPLIT == 0 && OWN_KEYS % 16 == 0, "whole fragments for each warp");
 constexpr int PITCH = HEAD % 32 == 0 ? HEAD + 16 : HEAD, VALUE_PITCH = HEAD + 4;           // floats
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * (PITCH > VALUE_PITCH ? PITCH : VALUE_PITCH) * 4;
 constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);                     // groups of FEW tiles of results
@@ -78,18 +81,27 @@ DEVICE float4 four(u32 at) {
     return v;
 }
 
+// A warp's queries: row i, features 16 k + 4 t to + 3 of lane t.
+struct Queries { float4 v[KEEP ? HEAD / 16 : 1][2]; };
+DEVICE void load_queries(Queries& q, u32 queries) {
+    #pragma unroll
+    for (int k = 0; KEEP && k < HEAD / 16; k++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) q.v[k][i] = four(queries + (i * 8 * PITCH + k * 16) * 4);
+}
+
 // Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: addresses for this lane.
-DEVICE void multiply_keys(float (&s)[EIGHTS][4], u32 queries, u32 keys) {
+DEVICE void multiply_keys(float (&s)[EIGHTS][4], const Queries& kept, u32 queries, u32 keys) {
     constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // groups of eight keys at a time
     #pragma unroll
     for (int first = 0; first < EIGHTS; first += SOME) {
         float small[SOME][4] = {};
-        #pragma unroll 2                           // the loads of all steps at once would spill
+        #pragma unroll KEEP ? HEAD / 16 : 2        // the loads of all steps at once would spill
         for (int k = 0; k < HEAD / 16; k++) {
             Left a[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float4 q = four(queries + (i * 8 * PITCH + k * 16) * 4);
+                const float4 q = KEEP ? kept.v[KEEP ? k : 0][i] : four(queries + (i * 8 * PITCH + k * 16) * 4);
                 a[0].set(i, q.x), a[0].set(i + 2, q.y), a[1].set(i, q.z), a[1].set(i + 2, q.w);
             }
             #pragma unroll
@@ -138,13 +150,51 @@ DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGH
     }
 }
 
+// Adds the results of the SPLIT warps of a set. Returns true in the first one, which then has the result, its sums and maxima.
+// ``room``: shared memory that nobody reads any more.
+DEVICE bool merge(float4* room, int set, int part, int lane, float factor, float (&out)[GROUPS * FEW][4], float (&sum)[2], float (&maximum)[2]) {
+    constexpr int ITEMS = GROUPS * FEW + 1;
+    auto at = [&](int other, int item) -> float4& { return room[((set * (SPLIT - 1) + other - 1) * ITEMS + item) * 32 + lane]; };
+    __syncthreads();
+    if (part > 0) {
+        at(part, 0) = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
+        #pragma unroll
+        for (int j = 0; j < GROUPS * FEW; j++) at(part, j + 1) = make_float4(out[j][0], out[j][1], out[j][2], out[j][3]);
+    }
+    __syncthreads();
+    if (part > 0) return false;
+    float4 ends[SPLIT];
+    ends[0] = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
+    sum[0] = sum[1] = 0.0f;
+    #pragma unroll
+    for (int n = 1; n < SPLIT; n++) {
+        ends[n] = at(n, 0);
+        maximum[0] = fmaxf(maximum[0], ends[n].x), maximum[1] = fmaxf(maximum[1], ends[n].y);
+    }
+    const float shift[2] = {maximum[0] == -infinity() ? 0.0f : maximum[0], maximum[1] == -infinity() ? 0.0f : maximum[1]};
+    #pragma unroll
+    for (int n = 0; n < SPLIT; n++) {
+        const float scale[2] = {exp2_fast((ends[n].x - shift[0]) * factor), exp2_fast((ends[n].y - shift[1]) * factor)};
+        sum[0] = fmaf(ends[n].z, scale[0], sum[0]), sum[1] = fmaf(ends[n].w, scale[1], sum[1]);
+        #pragma unroll
+        for (int j = 0; j < GROUPS * FEW; j++) {
+            float4 more = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (n > 0) more = at(n, j + 1);
+            const float v[4] = {more.x, more.y, more.z, more.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) out[j][i] = n ? fmaf(v[i], scale[i / 2], out[j][i]) : out[j][i] * scale[i / 2];
+        }
+    }
+    return true;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 base = smem_address(shared);
     constexpr u32 RING = QUERIES * PITCH * 4;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, set = threadIdx.x / 32 / SPLIT, part = threadIdx.x / 32 % SPLIT;
     // With causal order the last queries see the most keys: they begin first.
-    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + warp * ROWS;
+    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + set * ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
     const float factor = MASK || SOFTCAP ? LOG2_E : p.scale * LOG2_E;
     grid_launch_dependents();
@@ -180,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         return found;
     };
 
-    const u32 own_queries = base + ((warp * ROWS + lane / 4) * PITCH + lane % 4 * 4) * 4;
+    const u32 own_queries = base + ((set * ROWS + lane / 4) * PITCH + lane % 4 * 4) * 4;
 #if SINKS
     const float sink = LOG2_E * p.sinks[head];
 #endif
@@ -192,14 +242,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         mask[i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head + min(own + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query : nullptr;
     }
 
+    Queries kept;
     for (int turn = 0; turn < tiles; turn++) {
-        const int tile = begin + turn;
-        const bool sees = tile * BLOCK_KEYS < own_last;
+        const int start = (begin + turn) * BLOCK_KEYS + part * OWN_KEYS, end = start + OWN_KEYS;
+        const bool sees = start < own_last;
         const u32 key_tile = next_part(2 * turn);
+        if (turn == 0) load_queries(kept, own_queries);
         float s[EIGHTS][4] = {}, rescale[2];
         if (sees) {
-            multiply_keys(s, own_queries, key_tile + (lane / 4 * PITCH + lane % 4 * 4) * 4);
-            const int column = tile * BLOCK_KEYS + lane % 4 * 2, row = own + lane / 4;
+            multiply_keys(s, kept, own_queries, key_tile + ((part * OWN_KEYS + lane / 4) * PITCH + lane % 4 * 4) * 4);
+            const int column = start + lane % 4 * 2, row = own + lane / 4;
             #pragma unroll
             for (int j = 0; j < EIGHTS; j++) {
                 if (SOFTCAP)                       // cap tanh(x / cap), by an exponential
@@ -220,8 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
                         s[j][2 * i + 1] = fmaf(s[j][2 * i + 1], SOFTCAP ? 1.0f : p.scale, own_mask.y);
                     }
             }
-            const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > own + offset + 1) ||
-                             (WINDOW && tile * BLOCK_KEYS < own + 15 + offset - p.reach);
+            const bool cut = end > key_count || (CAUSAL && end > own + offset + 1) || (WINDOW && start < own + 15 + offset - p.reach);
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
@@ -251,9 +302,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
             }
         }
         const u32 value_tile = next_part(2 * turn + 1);
-        if (sees) multiply_values(out, s, rescale, value_tile + (lane % 4 * (2 * VALUE_PITCH) + lane / 4 * FEW) * 4);
+        if (sees) multiply_values(out, s, rescale, value_tile + ((part * OWN_KEYS + lane % 4 * 2) * VALUE_PITCH + lane / 4 * FEW) * 4);
     }
 
+    if constexpr (SPLIT > 1)
+        if (!merge(reinterpret_cast<float4*>(shared), set, part, lane, factor, out, sum, maximum)) return;
     // Tile n of a group has feature FEW c + n in its column c.
     float* const target = p.output + batch * p.of_output.batch + head * p.of_output.head;
     #pragma unroll
