@@ -15,7 +15,7 @@ from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.conv import conv
 from optdnn.runtime.reference.quantized import mean as quantized_mean
-from optdnn.types import Array, DType
+from optdnn.types import Array, DType, to_tf32
 
 
 def normalized(x: Array, factors: Sequence[float], shifts: Sequence[float]) -> Array:
@@ -101,8 +101,9 @@ def image_conv(
     dtype: str,
     **geometry: Any,
 ) -> tuple[Array, ...]:
-    """The convolution of an image, :func:`normalized` and rounded to ``dtype``."""
-    (rounded,) = cast(normalized(x, factors, shifts), dtype)
+    """The convolution of an image, :func:`normalized` and rounded to ``dtype`` (a NumPy type, or ``tfloat32``)."""
+    image = normalized(x, factors, shifts)
+    (rounded,) = (to_tf32(image),) if dtype == "tfloat32" else cast(image, dtype)
     return conv(rounded.astype(np.float32), w, bias, **geometry)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
@@ -21,7 +21,8 @@ from optdnn.kernels.gemm.hopper_matmul import swapped
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.conv import of_one_channel
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, Array
+from optdnn.runtime.cuda.launches.plan import TF32
+from optdnn.types import BF16, FP16, FP32, Array, DType, to_tf32
 
 _Pair = tuple[int, int]
 
@@ -32,13 +33,19 @@ def stem_offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
-def no_operands(b: Builder, op: Op) -> str | None:
-    """Why a stem kernel does not take the element type or the bias of a convolution, or None."""
-    if op.outputs[0].type.dtype not in (FP16, BF16):
-        return f"its factors are 16-bit floats, not {op.outputs[0].type.dtype.name}"
+def no_operands(b: Builder, op: Op, dtypes: Sequence[DType] = (FP16, BF16)) -> str | None:
+    """Why a stem kernel does not take the element type or the bias of a convolution, or None. ``dtypes``: its factors' types."""
+    if op.outputs[0].type.dtype not in dtypes:
+        return f"its factors are {' or '.join(d.name for d in dtypes)}, not {op.outputs[0].type.dtype.name}"
     if op.input(2) is not None and bias_of(b, op) is None:
         return "its bias is not constant"
     return None
+
+
+def factor_type(op: Op) -> str:
+    """The kernel's name for the element type of a convolution's factors."""
+    dtype = op.outputs[0].type.dtype
+    return "tfloat32" if dtype == FP32 and has_tf32(op) else map_dtype(dtype)
 
 
 def no_tile(b: Builder, problem: stem.Problem) -> str | None:
@@ -49,9 +56,11 @@ def no_tile(b: Builder, problem: stem.Problem) -> str | None:
 
 
 class StemConv(Tactic):
-    """A network's first convolution, with 16-bit factors. It reads the image in any memory order and element type."""
+    """A network's first convolution. It reads the image in any memory order and element type."""
 
     name = "conv_stem"
+    dtypes: ClassVar[tuple[DType, ...]] = (FP16, BF16, FP32)
+    """The types of its factors."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := no_kernels(b.arch)) is not None:
@@ -61,7 +70,7 @@ class StemConv(Tactic):
             return "it is not an ungrouped convolution over one or two axes with constant weights"
         if weight.shape[1] > stem.CHANNELS:
             return f"it is for images of up to {stem.CHANNELS} channels, not {weight.shape[1]}"
-        if (why := no_operands(b, op)) is not None:
+        if (why := no_operands(b, op, self.dtypes)) is not None:
             return why
         if 0 in weight.shape:
             return "it has no channels"
@@ -113,7 +122,7 @@ class StemConv(Tactic):
         normalize = affine is not None and bool(affine.factors or affine.shifts)
         return stem.Problem(
             n, Source(h, w, c, weight.shape[2:], strides, pads, dilations), up(weight.shape[0], 8), x.strides,  # type: ignore[arg-type]
-            map_dtype(x.dtype), x.offset % 16, stages, map_dtype(op.outputs[0].type.dtype), normalize,
+            map_dtype(x.dtype), x.offset % 16, stages, factor_type(op), normalize,
         )  # fmt: skip
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
@@ -149,10 +158,12 @@ class StemConv(Tactic):
         assert affine is not None
         weight, *geometry = self._geometry(b, op, weight)
         x = b.made(self._source(b, op))
-        packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
+        rounded = to_tf32(weight) if problem.dtype == "tfloat32" else weight
+        packed = b.constant(stem.pack_weights(problem, rounded), f"{op.outputs[0].name}.weights")
         bias = bias_row(b, op, ep.added_to(bias_of(b, op)), problem.channels)
         steps, at = stem.weight_view(problem)
-        attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(op.outputs[0].type.dtype)}
+        attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": problem.dtype}
+        attrs |= {TF32: (1,)} if problem.dtype == "tfloat32" else {}
         attrs |= conv_attrs(self._meant(b, op, tuple(geometry)), 1, ep.stages)
         shape = self._weight_shape(b, op, weight)
         reads: list[TensorView | None] = [x, packed.view(shape, steps, at), bias.view((len(weight),), (1,))]

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from optdnn.kernels.conv import cost_terms
-from optdnn.kernels.conv.stem_kernel import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
+from optdnn.kernels.conv.stem_kernel import KINDS, Config, Problem, halo, keeps, refuse, resident, tiles
 from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -42,15 +42,20 @@ def seconds(
     (count, turns, starts), (rows, columns) = work, halo(problem, config)
     sets, pixels = (1 if layout.planes else s.channels), rows * columns * s.channels
     # Instructions of a warp per tile: its share of the pixels, fragments and products, results.
-    kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
+    kept = keeps(problem, config)
     rounds = -(-pixels // problem.vector // sets // config.threads)
     staged = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
     each = sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name not in ("bias", "relu"))
     stored = config.m * config.n * (6 + 4 * each) + config.m * (16 + config.n) + 80
-    products = layout.steps * config.m * config.n
+    products = layout.steps * config.m * config.n * (3 if problem.dtype == "float32" else 1)
     issued = staged + products + layout.steps * (4 * config.m + (0 if kept else config.n / 2)) + stored
     fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
-    busy = joint(POWER, products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
+    busy = joint(
+        POWER,
+        products * warps * MMA,
+        (fragments * warps + pixels * problem.item / 64) * WAVE,
+        issued * warps / 4 * ISSUE,
+    )
     # Cycles of a tile in a block that has a multiprocessor alone: loads, barriers and K steps wait.
     crowd = max(1.0, warps / 4)
     mma, load = config.m * config.n * 4 * MMA * crowd, fragments / layout.steps * warps * WAVE
@@ -77,7 +82,10 @@ def layout_seconds(problem: Problem) -> float:
     lanes = -(-s.channels * math.prod(s.stride) // 8) * 8
     read = problem.batch * s.channels * s.height * s.width * KINDS[problem.image][1]
     written = (
-        problem.batch * lanes * 2 * math.prod(-(-n // k) for n, k in zip((s.height, s.width), s.stride, strict=True))
+        problem.batch
+        * lanes
+        * problem.item
+        * math.prod(-(-n // k) for n, k in zip((s.height, s.width), s.stride, strict=True))
     )
     return 1.5e-6 + (read + written) / 1.6e12
 

@@ -2,7 +2,8 @@
 order and element type.
 
 ``out[n, y, x, o] = epilogue(sum over taps of round(image[n, c, y*sh - top + r*dh, x*sw - left + s*dw] * factor[c] + shift[c]) *
-w[o, c, r, s])``, channels-last, in 16 bits. The padding is zeros, added after normalization. mma.sync, from sm_80 on.
+w[o, c, r, s])``, channels-last, in 16 bits or fp32. The padding is zeros, added after normalization. mma.sync, from sm_80 on. With
+fp32, a product is three tf32 products, nearly as exact, or one of factors rounded to tf32.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from optdnn.types import Array
 CHANNELS = 4
 """Most channels of an image."""
 MAX_STEPS = 32
-"""Most K steps (of 16 products): they are unrolled."""
+"""Most K steps (of 32 bytes of factors): they are unrolled."""
 KEPT_REGISTERS = 48
 """Most registers of a thread for weights that stay in registers."""
 SHARED = 101376
 """Bytes of shared memory that a block has on every GPU from sm_80 on."""
-KINDS = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2), "uint8": (3, 1), "int8": (4, 1)}
-"""Element type of an image -> (its number in the kernel, bytes of an element)."""
+KINDS = {"float32": (0, 4), "tfloat32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2), "uint8": (3, 1), "int8": (4, 1)}
+"""Element type of an image or of factors -> (its number in the kernel, bytes of an element)."""
 
 
 @dataclass(frozen=True)
 class Problem(OneSource):
-    """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the factors of products).
+    """``batch`` images of ``source`` -> ``channels`` (a multiple of 8). ``dtype``: the type of the factors of products; results
+    have it, too (fp32 for ``tfloat32``).
 
     ``strides``: elements between images, channels, rows and columns of the image; ``image``: its element type; ``offset``: its
     first element (only the alignment to 16 elements matters). ``normalize``: each channel is multiplied by a factor, and a
@@ -60,17 +62,23 @@ class Problem(OneSource):
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source
-        out = self.batch * math.prod(self.out_size) * self.channels * 2
+        out = self.batch * math.prod(self.out_size) * self.channels * self.item
         return (
             self.batch * s.height * s.width * s.channels * KINDS[self.image][1]
             + out * (2 if self.residual else 1)
-            + 2 * self.channels * self.layout.steps * 16
+            + self.channels * self.layout.steps * 32
         )
+
+    @property
+    def item(self) -> int:
+        """Bytes of a factor, and of a result."""
+        return KINDS[self.dtype][1]
 
     @property
     def copied(self) -> bool:
         """Whether pixels are copied to shared memory without passing through registers."""
-        return self.image == self.dtype and not self.normalize and self.layout.planes and self.vector > 1
+        same = KINDS[self.image] == KINDS[self.dtype]
+        return same and not self.normalize and self.layout.planes and self.vector > 1
 
     @cached_property
     def vector(self) -> int:
@@ -97,6 +105,8 @@ class Problem(OneSource):
     def layout(self) -> Layout:
         """The layout of pixels in shared memory, and the order of K."""
         s = self.source
+        if self.item == 4:
+            return Layout(True, s.channels, *s.kernel, 0, each=8)
         # With an even stride, two neighboring taps of a row are one word. A window that begins at an odd column gets one more tap.
         lead = s.padding[1] % 2
         planes = Layout(True, s.channels, s.kernel[0], (s.kernel[1] + lead + 1) // 2 * 2, lead)
@@ -113,10 +123,10 @@ class Problem(OneSource):
 
 @dataclass(frozen=True)
 class Layout:
-    """``planes``: each channel is a plane, and a filter row has ``columns`` taps (an even number), with ``lead`` taps
-    of weight 0 in front; ``together`` is the number of planes. Else ``together`` (2 or 4) channels of a pixel are
-    neighbors. ``by_rows``: with planes, K runs over the channels of a filter row, instead of over the rows of a
-    channel."""
+    """``planes``: each channel is a plane, and a filter row has ``columns`` taps (an even number for 16-bit factors), with
+    ``lead`` taps of weight 0 in front; ``together`` is the number of planes. Else ``together`` (2 or 4) channels of a pixel
+    are neighbors. ``by_rows``: with planes, K runs over the channels of a filter row, instead of over the rows of a
+    channel. ``each``: products of a K step."""
 
     planes: bool
     together: int
@@ -124,6 +134,7 @@ class Layout:
     columns: int
     lead: int
     by_rows: bool = False
+    each: int = 16
 
     @property
     def depth(self) -> int:
@@ -133,7 +144,7 @@ class Layout:
     @property
     def steps(self) -> int:
         """K steps."""
-        return -(-self.depth // 16)
+        return -(-self.depth // self.each)
 
 
 @dataclass(frozen=True, order=True)
@@ -186,6 +197,8 @@ def no_kernel(problem: Problem) -> str | None:
     apart = s.channels if s.depth is None or not problem.even else s.channels // s.depth.taps
     if apart > CHANNELS:
         return f"it is for images of up to {CHANNELS} channels, not {apart}"
+    if s.depth is not None and problem.item == 4:
+        return "the factors of volumes are 16-bit floats"
     if s.depth is not None and (problem.normalize or problem.residual):
         return "volumes take no normalization and no residual"
     if problem.epilogue[:1] != (("bias",),):
@@ -195,7 +208,7 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.channels % 8 or min(problem.out_size) < 1:
         return "its number of channels is not a multiple of 8, or there are no pixels"
     if problem.layout.steps > MAX_STEPS:
-        return f"sums of {problem.layout.depth} products are longer than {MAX_STEPS * 16}"
+        return f"sums of {problem.layout.depth} products are longer than {MAX_STEPS * problem.layout.each}"
     frames = 0 if s.depth is None else s.depth.taps * s.depth.dilation
     if max(sum(abs(x) * n for x, n in zip((*problem.strides[1:], problem.frame), (s.channels, s.height, s.width, frames), strict=True)),
            math.prod(problem.out_size)) >= 1 << 30:  # fmt: skip
@@ -208,14 +221,22 @@ def halo(problem: Problem, config: Config) -> tuple[int, int]:
     s, layout = problem.source, problem.layout
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + problem.phase - layout.lead
-    columns += layout.columns if layout.planes else (s.kernel[1] - 1) * s.dilation[1] + 1
+    columns += layout.columns if layout.planes and problem.item == 2 else (s.kernel[1] - 1) * s.dilation[1] + 1
     return rows, -(-columns // problem.vector) * problem.vector
 
 
 def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
-    """Offsets of the words along K, in words from the first word of a window. A word is two neighboring taps or channels."""
+    """Offsets of the words along K, in words from the first word of a window. A word is two neighboring taps or channels, or one
+    tap of fp32."""
     s, layout = problem.source, problem.layout
-    if layout.planes:
+    if problem.item == 4:
+        found = [
+            (c * rows + r * s.dilation[0]) * pitch + q * s.dilation[1]
+            for c in range(s.channels)
+            for r in range(s.kernel[0])
+            for q in range(s.kernel[1])
+        ]
+    elif layout.planes:
         found = [
             (c * rows + r * s.dilation[0]) * pitch // 2 + j
             for c in range(s.channels)
@@ -241,9 +262,9 @@ def _pitch(problem: Problem, config: Config) -> int:
 @lru_cache(maxsize=4096)
 def _pitch_of(problem: Problem, rows: int, columns: int) -> int:
     layout = problem.layout
-    step = 8 if layout.planes else 8 // layout.together  # 16 bytes
+    step = 16 // problem.item // (1 if layout.planes else layout.together)  # 16 bytes
     least = -(-columns // step) * step
-    lane = problem.source.stride[1] * (1 if layout.planes else layout.together) // 2
+    lane = problem.source.stride[1] * (1 if layout.planes else layout.together) * problem.item // 4
 
     def turns(pitch: int) -> int:
         words, total = _words(problem, rows, pitch), 0
@@ -275,15 +296,20 @@ def buffered(problem: Problem, config: Config) -> bool:
 def _image_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a tile's pixels."""
     planes = problem.source.channels if problem.layout.planes else problem.layout.together
-    return -(-halo(problem, config)[0] * _pitch(problem, config) * planes * 2 // 16) * 16
+    return -(-halo(problem, config)[0] * _pitch(problem, config) * planes * problem.item // 16) * 16
+
+
+def keeps(problem: Problem, config: Config) -> bool:
+    """Whether the weights of a warp stay in registers. Both parts of fp32 weights would not fit."""
+    return problem.dtype != "float32" and 2 * problem.layout.steps * config.n <= KEPT_REGISTERS
 
 
 def registers(problem: Problem, config: Config) -> int:
     """Estimated registers of a thread."""
     steps, vector = problem.layout.steps, problem.vector
     kept = 2 * steps * config.n
-    weights = kept if kept <= KEPT_REGISTERS else 4 * config.n
-    table = 0 if problem.layout.planes and problem.layout.columns == 8 else 2 * steps
+    weights = kept if keeps(problem, config) else 4 * config.n
+    table = 0 if problem.item == 2 and problem.layout.planes and problem.layout.columns == 8 else 2 * steps
     rows, columns = halo(problem, config)
     chunks = rows * columns // vector * (problem.source.channels if problem.layout.planes else 1)
     rounds = -(-chunks // config.threads)
@@ -291,7 +317,10 @@ def registers(problem: Problem, config: Config) -> int:
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
     held = (rounds if buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the addresses of chunks
-    sums = 4 * config.m * config.n
+    sums = 4 * config.m * config.n + (24 if problem.item == 4 and steps > 8 else 0)
+    if problem.dtype == "float32":  # and those of eight K steps, of products with a rest, and rests
+        sums = sums * (2 if steps <= 8 else 3) + 4 * config.n
+        sums += 6 * max(0, config.m * config.n - 8) - 16 if steps <= 8 else 0
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
 
@@ -306,7 +335,7 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
     rows, columns = halo(problem, config)
     pitch, (kind, item) = _pitch(problem, config), KINDS[problem.image]
     together = 1 if layout.planes else layout.together
-    first = (problem.phase - layout.lead) // 2 if layout.planes else problem.phase * together // 2
+    first = (problem.phase - layout.lead if layout.planes else problem.phase * together) * problem.item // 4
     defines = {
         "CHANNELS": s.channels, "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
         "WARPS_M": config.warps[0], "WARPS_N": config.warps[1], "M_TILES": config.m, "N_TILES": config.n,
@@ -314,16 +343,16 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
         "TOGETHER": together, "HALO_H": rows, "ROW_CHUNKS": columns // problem.vector, "VEC": problem.vector, "PITCH": pitch,
         "ROW_STEP": pitch * together, "COLUMN_STEP": together, "FIRST_WORD": first, "K_STEPS": layout.steps,
         "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
-        "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
+        "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0], "FACTOR_ITEM": problem.item,
+        "PRODUCTS": 3 if problem.dtype == "float32" else 1,
         "BUFFERED": int(buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
-        "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)), **({} if s.depth is None else {"FRAMES": s.depth.taps}),
+        "FINAL_RELU": int(problem.item == 2 and problem.epilogue[-1] == ("relu",)), **({} if s.depth is None else {"FRAMES": s.depth.taps}),
         **more,
     }  # fmt: skip
     # The accumulators start from the bias, and the rounding of results applies a final ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
-    text = "\n".join(
-        [render.constants(defines), _table(_words(problem, rows, pitch)), render.paired_epilogue(stages), ""]
-    )
+    finish = render.paired_epilogue if problem.item == 2 else render.epilogue
+    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), finish(stages), ""])
     return Recipe(template, arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
@@ -339,12 +368,12 @@ def _table(words: Sequence[int]) -> str:
 
 
 def pack_weights(problem: Problem, weight: Array) -> Array:
-    """OIHW weights -> ``[channels, K steps * 16]`` in the kernel's K order, padded with zeros. Keeps the dtype."""
+    """OIHW weights -> ``[channels, K]`` in the kernel's K order, padded with zeros. Keeps the dtype."""
     o, c, kh, kw = weight.shape
     layout, s = problem.layout, problem.source
     if (c, kh, kw) != (s.channels, *s.kernel) or o > problem.channels:
         raise InternalError("the weights are of another convolution")
-    packed = np.zeros((problem.channels, layout.steps * 16), weight.dtype)
+    packed = np.zeros((problem.channels, layout.steps * layout.each), weight.dtype)
     part = packed[:o, : layout.depth]
     if layout.planes:
         order = (0, 2, 1, 3) if layout.by_rows else (0, 1, 2, 3)
@@ -357,7 +386,7 @@ def pack_weights(problem: Problem, weight: Array) -> Array:
 
 def weight_view(problem: Problem) -> tuple[tuple[int, ...], int]:
     """Strides and offset of the OIHW weights (OIDHW for a volume) in the packed ones."""
-    layout, row, depth = problem.layout, problem.layout.steps * 16, problem.source.depth
+    layout, row, depth = problem.layout, problem.layout.steps * problem.layout.each, problem.source.depth
     if layout.by_rows:
         channel, pixel, lead = layout.columns, (layout.together * layout.columns, 1), layout.lead
     elif layout.planes:

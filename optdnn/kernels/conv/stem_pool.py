@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
@@ -26,6 +26,7 @@ from optdnn.kernels.pool.window import pads_of
 from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16, DType
 
 GAIN = 0.97
 """One launch must be predicted to take at most this fraction of the time of two."""
@@ -48,6 +49,7 @@ class PooledStem(StemConv):
     """A first convolution, with 16-bit factors, whose only reader is a max pool of windows of 2 x 2 or 3 x 3 with a stride of 2."""
 
     name = "conv_stem_pool"
+    dtypes: ClassVar[tuple[DType, ...]] = (FP16, BF16)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         pool = max_pool_behind(b.graph, op)

@@ -51,6 +51,11 @@ def residual(n: Net) -> Value:
 
 
 NETS: dict[str, tuple[Callable[[Net], Value], str]] = {
+    "fp32": (lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)), "fp32"),
+    "tf32": (lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)), "tf32"),
+    "bytes, fp32": (lambda n: n.conv(normalized(n, picture(n, (22, 18))), 20, 5, strides=2, pads=2), "fp32"),
+    "bytes, tf32": (lambda n: n.conv(normalized(n, picture(n, (22, 18))), 20, 5, strides=2, pads=2), "tf32"),
+    "a residual, fp32": (residual, "fp32"),
     "7x7/2": (lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)), "fp16"),
     "odd channels": (
         lambda n: n.op("Relu", n.conv(n.input(2, 3, 15, 14), 20, 3, pads=[0, 0, 1, 1], strides=2)),
@@ -139,10 +144,11 @@ def test_refusals(name: str) -> None:
     assert any(reason in r for r in reasons), reasons
 
 
-def test_it_is_for_16_bit_factors() -> None:
+def test_factors_have_16_or_32_bits() -> None:
     n = Net()
-    _, reasons = chosen(n.done(n.conv(n.input(1, 3, 9, 9), 8)), "fp32")
-    assert reasons == ["its factors are 16-bit floats, not float32"]
+    x, weights = n.input(1, 3, 9, 9, dtype=np.float64), n.const(np.ones((8, 3, 3, 3)), np.float64)
+    _, reasons = chosen(n.done(n.op("Conv", x, weights, attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1)))), "fp32")
+    assert reasons == ["its factors are float16 or bfloat16 or float32, not float64"]
 
 
 def test_its_configurations_are_offered_by_name() -> None:

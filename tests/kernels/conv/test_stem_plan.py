@@ -18,7 +18,7 @@ from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.types import Array
+from optdnn.types import Array, to_tf32
 
 PLAIN: tuple[tuple[str, ...], ...] = (("bias",),)
 CLIP: tuple[tuple[str | float, ...], ...] = (("bias",), ("clip", -1.0, 2.0))
@@ -84,6 +84,32 @@ CASES: dict[str, tuple[stem.Problem, stem.Config]] = {
         ),
         stem.Config(3, 16, 3, 3, 3),
     ),
+    "7x7/2, fp32": (
+        problem(2, Source(40, 48, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64, epilogue=RELU, dtype="float32"),
+        stem.Config(2, 8, 1, 4, 8),
+    ),
+    "7x7/2, tf32, many tiles, ahead": (
+        problem(40, Source(64, 64, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64, epilogue=RELU, dtype="tfloat32"),
+        stem.Config(2, 32, 2, 4, 8, True),
+    ),
+    "3x3/1, fp32, a residual": (
+        problem(2, Source(20, 24, 3, (3, 3), (1, 1), (1, 1, 1, 1)), 40, epilogue=ADD, dtype="float32"),
+        stem.Config(2, 24, 1, 5, 5),
+    ),
+    "5x3 dilated, fp32": (
+        problem(2, Source(19, 23, 2, (5, 3), (1, 2), (4, 1, 3, 2), (2, 3)), 24, dtype="float32"),
+        stem.Config(2, 8, 1, 3, 3, True),
+    ),
+    "3x3/2, tf32 of halves": (
+        problem(3, Source(33, 31, 3, (3, 3), (2, 2), (1, 1, 1, 1)), 8, "float16", epilogue=CLIP, dtype="tfloat32"),
+        stem.Config(1, 16, 1, 1, 1),
+    ),
+    "bytes as cameras give them, fp32": (
+        problem(
+            2, Source(30, 27, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 24, "uint8", last=True, normalize=True, dtype="float32"
+        ),
+        stem.Config(3, 16, 1, 3, 3),
+    ),
     "signed bytes": (
         problem(1, Source(12, 12, 3, (3, 3), (1, 1), (1, 1, 1, 1)), 8, "int8"),
         stem.Config(2, 8, 1, 1, 1),
@@ -98,7 +124,8 @@ def emulate(p: stem.Problem, config: stem.Config, image: Array, packed: Array) -
     pitch = stem._pitch(p, config)
     offsets = stem._words(p, rows, pitch)
     together = 1 if layout.planes else layout.together
-    first = (p.phase - layout.lead) // 2 if layout.planes else p.phase * together // 2
+    per_word = 4 // p.item
+    first = (p.phase - layout.lead if layout.planes else p.phase * together) // per_word
     out = np.full((p.batch, out_h, out_w, p.channels), np.nan)
     across, down = stem.tiles(p, config)
     for n, ty, tx in itertools.product(range(p.batch), range(down), range(across)):
@@ -116,8 +143,8 @@ def emulate(p: stem.Problem, config: stem.Config, image: Array, packed: Array) -
         for y, x in itertools.product(range(config.tile_h), range(config.tile_w)):
             if ty * config.tile_h + y >= out_h or tx * config.tile_w + x >= out_w:
                 continue
-            base = (y * s.stride[0] * pitch + x * s.stride[1]) * together // 2 + first
-            pixels = np.concatenate([flat[2 * (base + w) : 2 * (base + w) + 2] for w in offsets])
+            base = (y * s.stride[0] * pitch + x * s.stride[1]) * together // per_word + first
+            pixels = np.concatenate([flat[per_word * (base + w) : per_word * (base + w + 1)] for w in offsets])
             assert np.isnan(out[n, ty * config.tile_h + y, tx * config.tile_w + x]).all()  # written once
             out[n, ty * config.tile_h + y, tx * config.tile_w + x] = packed @ pixels
     return out
@@ -159,6 +186,8 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
         ({"image": "float64"}, "does not read images of float64"),
         ({"epilogue": (("relu",),)}, "does not begin with the bias"),
         ({"source": Source(32, 32, 3, (3, 3), depth=Depth(5, 5, 1)), "normalize": True}, "volumes take no normalization"),
+        ({"source": Source(32, 32, 3, (3, 3), depth=Depth(5, 5, 1)), "dtype": "float32"}, "factors of volumes are 16-bit"),
+        ({"source": Source(64, 64, 3, (10, 10)), "dtype": "float32"}, "are longer than 256"),
         ({"channels": 12}, "multiple of 8"),
         ({"source": Source(8, 8, 3, (9, 9))}, "there are no pixels"),
         ({"source": Source(64, 64, 3, (16, 16))}, "are longer than 512"),
@@ -204,7 +233,15 @@ def test_every_candidate_is_one_and_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["7x7/2, many tiles, ahead", "3x3/1", "bytes as cameras give them", "11x11/4, one channel"]
+    "name",
+    [
+        "7x7/2, many tiles, ahead",
+        "3x3/1",
+        "bytes as cameras give them",
+        "11x11/4, one channel",
+        "7x7/2, fp32",
+        "5x3 dilated, fp32",
+    ],
 )
 @pytest.mark.nvrtc
 def test_kernels_do_not_spill(name: str) -> None:
@@ -217,7 +254,9 @@ def test_kernels_do_not_spill(name: str) -> None:
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------------------
 
-TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | dict.fromkeys(("float32", "tfloat32"), np.dtype(np.float32))
+BOUNDS = {"bfloat16": 3e-3, "float16": 4e-4, "float32": 1e-6, "tfloat32": 1e-5}
+"""Relative errors. The kernel rounds ties away from zero, to_tf32 to even numbers."""
 
 
 @pytest.fixture
@@ -240,7 +279,7 @@ def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
     """One launch, compared with the definition in float64 of the same rounded operands. The result was full of NaN before."""
     s, rng, dtype = p.source, np.random.default_rng(1), TYPES.get(p.dtype, np.dtype(np.float16))
     shape = (p.batch, s.channels, s.height, s.width)
-    kind = TYPES.get(p.image) or np.dtype(p.image)
+    kind, rounded = TYPES.get(p.image) or np.dtype(p.image), to_tf32 if p.dtype == "tfloat32" else np.asarray
     bounds = (0, 256) if p.image == "uint8" else (-128, 128)
     image = (rng.integers(*bounds, shape) if kind.kind in "iu" else rng.standard_normal(shape)).astype(kind)
     factors = rng.uniform(0.01, 0.02, s.channels).astype(np.float32) if p.normalize else ()
@@ -248,8 +287,9 @@ def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
     seen = image.astype(np.float32)
     if p.normalize:
         seen = seen * np.reshape(factors, (-1, 1, 1)) + np.reshape(shifts, (-1, 1, 1))
-    seen = seen.astype(dtype).astype(np.float64)
+    seen = rounded(seen.astype(dtype)).astype(np.float64)
     weight = (rng.standard_normal((p.channels, s.channels, *s.kernel)) / np.sqrt(p.layout.depth)).astype(dtype)
+    weight = rounded(weight)
     bias = rng.standard_normal(p.channels).astype(np.float32)
     out = (p.batch, *p.out_size, p.channels)
     residual = rng.standard_normal(out).astype(dtype)
@@ -271,4 +311,4 @@ def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
             want = np.maximum(want, 0) if name == "relu" else np.clip(want, *numbers)
     got = memory.get(at["output"], out, dtype).astype(np.float64)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < (3e-3 if p.dtype == "bfloat16" else 4e-4), (str(config), error)
+    assert error < BOUNDS[p.dtype], (str(config), error)

@@ -1,10 +1,11 @@
 // Convolution of an image of one to four channels in its original form (planar or interleaved, fp32, 16-bit or bytes), for any
 // tensor-core GPU from sm_80 on. Layout change, cast and normalization happen in the copy to shared memory. mma.sync (m16n8k16, fp32
-// accumulators) reads pixels from there, and results are stored channels-last.
+// accumulators) reads pixels from there, and results are stored channels-last. Factors and results are 16-bit, or fp32 (m16n8k8 of tf32:
+// of rounded factors, or three products in place of one).
 //
 // Block: TILE_H x TILE_W output pixels x BLOCK_N output channels; blocks walk over tiles, and keep their weights. The input pixels
 // of a tile are in shared memory either as planes (PLANES: at an even stride, where a 32-bit word is two taps of a row) or with two
-// or four channels interleaved (a word is two channels of a tap). K is a list of such words, given by their offsets from the first word
+// or four channels interleaved (a word is two channels of a tap). Pixels of fp32 are always planes: a word is a tap. K is a list of such words, given by their offsets from the first word
 // of a window: lane t of four reads word t of each half of a K step for its A fragment, whatever tap and channel that is.
 //
 // The rows of weights in shared memory are ordered so that a thread's accumulators of up to four n8 tiles are neighboring channels.
@@ -14,6 +15,24 @@
 
 // ---- products and results ----------------------------------------------------------------------------------------------
 
+#if FACTOR_ITEM == 4
+// Stores one row of an m16 tile. A lane has 2 G neighboring channels of a group of G n8 tiles.
+DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, int first, float* to, const float* residual) {
+    const int t = threadIdx.x % 4;
+    #pragma unroll
+    for (int n = 0; n < N_TILES; n += 2) {
+        const int group = group_of(n), channel = first + n * 8 + t * 2 * group;
+        if (channel >= p.channels) continue;
+        float r[4] = {}, made[4] = {};
+        if (HAS_RESIDUAL && group == 2) *reinterpret_cast<float4*>(r) = *reinterpret_cast<const float4*>(residual + channel);
+        else if (HAS_RESIDUAL) *reinterpret_cast<float2*>(r) = *reinterpret_cast<const float2*>(residual + channel);
+        #pragma unroll
+        for (int i = 0; i < 2 * group; i++) made[i] = epilogue(acc[n + i / 2 < N_TILES ? n + i / 2 : n][half * 2 + i % 2], 0.0f, r[i]);
+        if (group == 2) *reinterpret_cast<float4*>(to + channel) = *reinterpret_cast<float4*>(made);
+        else *reinterpret_cast<float2*>(to + channel) = *reinterpret_cast<float2*>(made);
+    }
+}
+#else
 // Stores one row of an m16 tile: a lane's channels of each group of n8 tiles are one access.
 DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, int first, u16* to, const u16* residual) {
     const int t = threadIdx.x % 4;
@@ -39,6 +58,8 @@ DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half,
     }
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 base = smem_address(shared);
@@ -51,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     #pragma unroll
     for (int i = 0; i < M_TILES * 2; i++) {
         const int run = warp_m * M_TILES * 2 + i, y = run * 8 / TILE_W, x = run * 8 % TILE_W + g;
-        at.rows[i / 2][i % 2] = IMAGE_AT + ((y * STRIDE_H * ROW_STEP + x * STRIDE_W * COLUMN_STEP) / 2 + FIRST_WORD + t) * 4;
+        at.rows[i / 2][i % 2] = IMAGE_AT + ((y * STRIDE_H * ROW_STEP + x * STRIDE_W * COLUMN_STEP) / PER_WORD + FIRST_WORD + t) * 4;
     }
     #pragma unroll
     for (int k = 0; k < K_STEPS * 2; k++) at.offsets[k / 2][k % 2] = word_offset(k, t) * 4;
@@ -92,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
         multiply_tile(shared + buffer, at, weights_at, kept, start, acc);
         const int y = tile.y * TILE_H, x = tile.x * TILE_W;
         const long long first = (long long)tile.image * p.out_h * p.out_w + y * p.out_w + x;
-        u16* to = p.output + first * p.pitch;
-        const u16* residual = p.residual + (HAS_RESIDUAL ? first * p.residual_pitch : 0);
+        Number* to = p.output + first * p.pitch;
+        const Number* residual = p.residual + (HAS_RESIDUAL ? first * p.residual_pitch : 0);
         #pragma unroll
         for (int i = 0; i < M_TILES * 2; i++) {
             const int run = warp_m * M_TILES * 2 + i;

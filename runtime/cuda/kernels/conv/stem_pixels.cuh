@@ -19,11 +19,17 @@
 #define IN_BANDS 0                                 // whether a block walks down a band of one image
 #endif
 
+#if FACTOR_ITEM == 4
+using Number = float;                              // a factor, a result
+#else
+using Number = u16;
+#endif
+
 struct Params {
     const u8* image;
-    const u16 *weights, *residual;                 // weights: [channels][K_STEPS * 16]
+    const Number *weights, *residual;              // weights: [channels][K]
     const float* bias;
-    u16* output;
+    Number* output;
     long long image_pitch;                         // elements between images; below: between planes, rows, columns
     int plane_pitch, row_pitch, column_pitch;
     int height, width, out_h, out_w;
@@ -42,7 +48,8 @@ struct Params {
 #endif
 };
 
-constexpr int THREADS = WARPS_M * WARPS_N * 32, K = K_STEPS * 16;
+constexpr int THREADS = WARPS_M * WARPS_N * 32, K = K_STEPS * 32 / FACTOR_ITEM;
+constexpr int PER_WORD = 4 / FACTOR_ITEM;                                              // factors of a 32-bit word
 constexpr int CHUNKS = HALO_H * ROW_CHUNKS * (PLANES ? CHANNELS : 1);                  // of VEC columns
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
@@ -154,41 +161,42 @@ DEVICE float normalized(const Params& p, float v, int channel) {
     return NORMALIZE ? __fadd_rn(__fmul_rn(v, p.factor[channel]), p.shift[channel]) : v;
 }
 
-// Writes 16-bit values to shared memory: cast and normalized, zeros outside the image (the padding follows the normalization).
+// Writes factors to shared memory: cast and normalized, zeros outside the image (the padding follows the normalization).
 DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at, const Chunk (&held)[ROUNDS]) {
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS;
         if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
         const bool real = COPIED || !NORMALIZE || inside(p, tile, at, i);
-        constexpr int LANES = VEC * TOGETHER;                                          // 16-bit values of the chunk
-        u32 words[(LANES + 1) / 2];
+        constexpr int LANES = VEC * TOGETHER, WORDS = (LANES + PER_WORD - 1) / PER_WORD;   // factors of the chunk, and their words
+        u32 words[WORDS];
         #pragma unroll
-        for (int w = 0; w < (LANES + 1) / 2; w++) {
+        for (int w = 0; w < WORDS; w++) {
             float v[2];
             u32 bits[2];
             #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const int lane = w * 2 + j, set = lane % TOGETHER, x = lane / TOGETHER;
+            for (int j = 0; j < PER_WORD; j++) {
+                const int lane = w * PER_WORD + j, set = lane % TOGETHER, x = lane / TOGETHER;
                 v[j] = 0.0f, bits[j] = 0;
                 if (set >= SETS || x >= VEC) continue;
-                if constexpr (COPIED) bits[j] = held[i].raw[set][x / 2] >> (x % 2 * 16) & 0xffffu;
+                if constexpr (COPIED) bits[j] = PER_WORD == 1 ? held[i].raw[set][x] : held[i].raw[set][x / 2] >> (x % 2 * 16) & 0xffffu;
                 else if (real) v[j] = normalized(p, pixel(held[i].raw[set], x), PLANES ? chunk / (ROW_CHUNKS * HALO_H) : set);
             }
-            words[w] = COPIED ? bits[0] | bits[1] << 16 : pack2(v[0], v[1]);
+            if (PER_WORD == 1) words[w] = COPIED ? bits[0] : __float_as_uint(v[0]);
+            else words[w] = COPIED ? bits[0] | bits[1] << 16 : pack2(v[0], v[1]);
         }
         const int first = PITCH == ROW_CHUNKS * VEC ? chunk * VEC : chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * VEC;
-        u16* to = reinterpret_cast<u16*>(pixels) + first * TOGETHER;
-        if constexpr (LANES % 8 == 0) {
+        u8* to = pixels + first * TOGETHER * FACTOR_ITEM;
+        if constexpr (WORDS % 4 == 0) {
             #pragma unroll
-            for (int w = 0; w < LANES / 2; w += 4)
+            for (int w = 0; w < WORDS; w += 4)
                 reinterpret_cast<uint4*>(to)[w / 4] = make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
-        } else if constexpr (LANES == 4) {
+        } else if constexpr (WORDS == 2) {
             *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-        } else if constexpr (LANES == 2) {
+        } else if constexpr (LANES == PER_WORD) {
             *reinterpret_cast<u32*>(to) = words[0];
         } else {
-            *to = static_cast<u16>(words[0]);
+            *reinterpret_cast<u16*>(to) = static_cast<u16>(words[0]);
         }
     }
 }
@@ -201,15 +209,16 @@ DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Pla
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS;
         if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
-        const u32 to = pixels + (chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * VEC) * 2;
-        if (inside(p, tile, at, i)) copy_async<VEC * 2>(to, from + (long long)at.offset[i] * IMAGE_ITEM);
-        else store_zeros(to, VEC * 2);
+        const u32 to = pixels + (chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * VEC) * FACTOR_ITEM;
+        if (inside(p, tile, at, i)) copy_async<VEC * FACTOR_ITEM>(to, from + (long long)at.offset[i] * IMAGE_ITEM);
+        else store_zeros(to, VEC * FACTOR_ITEM);
     }
     copies_commit();
 }
 
 // ---- results -----------------------------------------------------------------------------------------------------------
 
+#if FACTOR_ITEM == 2
 // Two neighboring channels of a pixel, with the added pair.
 DEVICE u32 finish_pair(float x, float y, u32 added) {
     x = epilogue(x, 0.0f, low_float(added)), y = epilogue(y, 0.0f, high_float(added));
@@ -218,3 +227,4 @@ DEVICE u32 finish_pair(float x, float y, u32 added) {
 #endif
     return pack_results(x, y);
 }
+#endif
