@@ -25,6 +25,8 @@ from optdnn.types import Array
 
 ROW = 64
 """Bytes of a K step."""
+ROUNDING = 2.5
+"""Slowdown by the rounding of factors to tf32 (23.6 us where 9.7 were predicted: 14 groups of 24 channels, 8 x 28 x 28 pixels)."""
 LONE = 2.3
 """Time of a step of a block that has its multiprocessor to itself, compared with its share where many blocks overlap."""
 SHARED = 101376
@@ -105,7 +107,7 @@ def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
     of a tile costs as much as the rest of it. A block that is alone waits in each step (timings of 33 problems on an H200)."""
     blocks = math.prod(grid(problem, config))
     steps = -(-k_steps(problem) // config.split)
-    multiply = config.bm * config.bn * ROW / 2048
+    multiply = config.bm * config.bn * ROW / 2048 * (ROUNDING if problem.dtype == "tfloat32" else 1.0)
     copy = (config.bm + config.bn) * ROW / 40
     resident = max(1, min(-(-blocks // gpu.multiprocessors), SHARED // shared_bytes(config), 4))
     waves = -(-blocks // (gpu.multiprocessors * resident))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.runtime.cuda.device import Device, device_attribute
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
+from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView
 from optdnn.runtime.program import Program, Step
 from optdnn.runtime.reference.arithmetic import MOVES, products_of
 from optdnn.runtime.steps.attrs import attrs_from_plain
@@ -24,12 +24,13 @@ TABLES = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "SelectedPro
 @dataclass(frozen=True)
 class Work:
     """``flops`` (a multiply-add counts as two) on tensor cores with operands of ``dtype`` if ``matrix``, otherwise on scalar
-    units; ``bytes``: each element that is read or written, counted once."""
+    units; ``bytes``: each element that is read or written, counted once. ``rounded``: factors of fp32 are rounded to tf32."""
 
     flops: int
     bytes: int
     matrix: bool
     dtype: DType
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ class Ceilings:
         return cls(gpu.bandwidth, cycles * gpu.matrix_ops, cycles * 256)
 
     def seconds(self, work: Work) -> float:
-        """The least time of a step's work."""
+        """The least time of a step's work. Tensor cores multiply tf32 at half the rate of 16-bit floats; a product of fp32 is three
+        of tf32, or runs on scalar units."""
         rate = self.single
         if work.matrix and work.dtype in (FP16, BF16):
             rate = self.half
         elif work.matrix and work.dtype.itemsize == 1:
             rate = self.half * 2
+        elif work.matrix and work.dtype == FP32:
+            rate = self.half / 2 if work.rounded else max(self.single, self.half / 6)
         return max(work.flops / rate, work.bytes / self.memory)
 
 
@@ -89,7 +93,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     shapes = [() if v is None else v.shape for v in m.reads]
     product = 0 if out is None else int(products_of(m.kind, shapes, out.shape, attrs_from_plain(dict(m.attrs))))
     if product:
-        return Work(product, moved, True, kind)
+        return Work(product, moved, True, kind, TF32 in m.attrs)
     stages = max(1, len(m.attrs.get("epilogue") or ()))
     size = max((math.prod(v.shape) for v in seen.values()), default=0)
     return Work(0 if m.kind in MOVES else size * stages, moved, False, kind)

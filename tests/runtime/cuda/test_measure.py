@@ -157,6 +157,15 @@ def test_work_of_steps() -> None:
     assert pool.bytes == 2 * (2 * 32 * 64 + 2 * 32)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_factors_of_a_step_may_be_rounded(precision: str) -> None:
+    n = Net()
+    program = lowered(n.done(n.conv(n.input(1, 16, 8, 8), 32, 3)), precision)
+    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Conv")
+    work = work_of(step, parse(step, program), program)
+    assert (work.matrix, work.dtype, work.rounded) == (True, FP32, precision == "tf32")
+
+
 def test_a_gather_reads_only_the_rows_that_it_writes() -> None:
     n = Net()
     table, rows = n.const(np.zeros((5000, 64), np.float32)), n.input(6, dtype=INT64)
@@ -191,7 +200,11 @@ def test_every_step_names_its_tactic() -> None:
 def test_ceilings() -> None:
     ceilings = Ceilings(memory=4e12, half=1e15, single=5e13)
     assert ceilings.seconds(Work(10**12, 10**6, True, FP16)) == pytest.approx(1e-3)
-    assert ceilings.seconds(Work(10**12, 10**6, True, FP32)) == pytest.approx(2e-2)
+    assert ceilings.seconds(Work(10**12, 10**6, True, FP32)) == pytest.approx(6e-3), "three products of tf32"
+    assert ceilings.seconds(Work(10**12, 10**6, True, FP32, rounded=True)) == pytest.approx(2e-3)
+    assert replace(ceilings, single=5e14).seconds(Work(10**12, 10**6, True, FP32)) == pytest.approx(2e-3), (
+        "scalar units"
+    )
     assert ceilings.seconds(Work(10**6, 4 * 10**9, False, FP16)) == pytest.approx(1e-3)
 
 
