@@ -119,10 +119,10 @@ def _kernel_for(b: Builder, p: Matrices, tf32: bool) -> tuple[Share | None, Tile
 
 def _finish(
     stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
-    scale: float, scales: Mapping[int, float], to: str,
+    scale: float, scales: Mapping[int, float], to: str, total: str,
 ) -> str:  # fmt: skip
-    """C++ that applies the stages to ``acc[i][j]`` (of the type ``t``) and stores it ``to`` an lvalue. ``extra``: all operands from 2
-    on."""
+    """C++ that applies the stages to the sum ``total`` (of the type ``t``) and stores it ``to`` an lvalue. ``extra``: all operands
+    from 2 on."""
     ty, wide = CPP[out.dtype], arithmetic(out.dtype)
     types: list[TensorType] = [TensorType(out.dtype, out.shape)]
     for a in range(1, max(extra, default=1) + 1):
@@ -135,8 +135,8 @@ def _finish(
         factor = f"{literal(scales[a], wide)} * " if a in scales else ""
         read = f"widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]])"
         loads.append(f"const {arithmetic(extra[a].dtype)} v{a} = {factor}{read};")
-    total = f"{literal(scale, t)} * acc[i][j]" if scale != 1.0 else "acc[i][j]"
-    start = f"const {wide} v0 = {wide}({total});"
+    scaled = f"{literal(scale, t)} * {total}" if scale != 1.0 else total
+    start = f"const {wide} v0 = {wide}({scaled});"
     return f"""{start} {" ".join(loads)} {" ".join(lines)}
             {to} = narrow<{ty}>({value if stages else "v0"});"""
 
@@ -145,6 +145,7 @@ def _kernel(
     p: Matrices, share: Share | None, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
 ) -> str:
     """The kernel's source. ``used``: the operands of the stages, as they are stored."""
+    down = p.result.strides[-2] == 1 and p.result.strides[-1] != 1
     t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
     {share_text(share) if share else ""}
     {walk("q", "share / area" if share else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
     wait_for_predecessor();
-    {tiled(finish) if tile else thin_text(t, p, share, finish) if share else _plain(t, finish)}
+    {tiled(finish, tile, down=down) if tile else thin_text(t, p, share, finish) if share else _plain(t, finish)}
 }}
 """
 
@@ -185,7 +186,10 @@ def emit_matmul(
             _emit_parts(b, op, left, right, out, parts, stages, used, tf32)
             return
     to = "out.lane[j]" if share and share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
-    text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
+    total = "acc[i][j]" if tile is None else "sum"
+    text = _kernel(
+        p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to, total), used
+    )
     (m, n, k), matrices = p.sizes, p.count
     placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
     parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else [])).sizes(*p.dims)

@@ -24,6 +24,8 @@ ENOUGH = 256
 
 MATRIX_STAGES = 4
 """Stages of the ring of a tensor-core tile, each one K step."""
+STAGED_PAD = 8
+"""Floats between the rows of a tile's sums in shared memory: the lanes of a fragment write to different banks."""
 LINE = 64
 """Bytes of a line along K in one K step of a tensor-core tile."""
 
@@ -48,7 +50,8 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
+        ring = 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
+        return max(ring, _staged_bytes(self))
 
     def defines(self) -> str:
         """The first lines of the kernel's source."""
@@ -96,7 +99,8 @@ class MatrixTile:
 
     @property
     def shared_bytes(self) -> int:
-        return MATRIX_STAGES * (self.left.bytes(self.rows, self.item) + self.right.bytes(self.columns, self.item))
+        ring = MATRIX_STAGES * (self.left.bytes(self.rows, self.item) + self.right.bytes(self.columns, self.item))
+        return max(ring, _staged_bytes(self))
 
     def defines(self) -> str:
         """The first lines of the kernel's source."""
@@ -107,6 +111,11 @@ class MatrixTile:
         }
         values = {"BM": self.rows, "BN": self.columns, "STAGES": MATRIX_STAGES, "ITEM": self.item, **ways}
         return f'{render.constants(values)}\n{render.mma(self.dtype)}\n#include "matmul_mma.cuh"'
+
+
+def _staged_bytes(tile: Tile | MatrixTile) -> int:
+    """Bytes of a tile's sums in shared memory."""
+    return 4 * tile.rows * (tile.columns + STAGED_PAD)
 
 
 def matrix_tile(
@@ -166,19 +175,28 @@ def tile_of(
     return Tile(64, 64, together, rows_together)
 
 
-def tiled(finish: str) -> str:
-    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`. ``finish``: C++ that stores ``acc[i][j]`` of ``row``
-    and ``column``."""
+def tiled(finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:
+    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`. ``finish``: C++ that stores the sum ``sum`` of ``row``
+    and ``column``. ``down``: neighboring rows of the result are neighbors in memory.
+
+    The sums go through shared memory, whose place the ring needs no more. So a loop of few instructions stores whole lines. The
+    unrolled text for each sum of a thread was longer than the instruction cache, and took most of the time of short products."""
+    pitch, (i, j) = tile.columns + STAGED_PAD, ("at % BM", "at / BM") if down else ("at / BN", "at % BN")
     return f"""extern __shared__ __align__(128) float shared[];
     const int top = blockIdx.x * BM, first = blockIdx.y * BN;
     float acc[TM][TN];
     const Matrix left = {{p.l + bl, int(p.ml[0]), int(p.ml[1])}}, right = {{p.r + br, int(p.mr[0]), int(p.mr[1])}};
     product_tile(acc, shared, left, right, top, first, p.m, p.n, p.k);
+    __syncthreads();
     #pragma unroll
     for (int i = 0; i < TM; i++)
         #pragma unroll
-        for (int j = 0; j < TN; j++) {{
-            const int row = top + own_row() + row_of(i), column = first + own_column() + column_of(j);
-            if (row >= p.m || column >= p.n) continue;
-            {finish}
-        }}"""
+        for (int j = 0; j < TN; j++) shared[(own_row() + row_of(i)) * {pitch} + own_column() + column_of(j)] = acc[i][j];
+    __syncthreads();
+    #pragma unroll 4
+    for (int at = threadIdx.x; at < {tile.rows * tile.columns}; at += {tile.threads}) {{
+        const int i = {i}, j = {j}, row = top + i, column = first + j;
+        if (row >= p.m || column >= p.n) continue;
+        const float sum = shared[i * {pitch} + j];
+        {finish}
+    }}"""

@@ -3,7 +3,8 @@
 The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) write a small subset of CUDA C++.
 :func:`check_text` parses a text by the grammar of that subset and refuses everything else:
 
-- Preprocessor lines are ``#pragma unroll``, ``#define NAME integer`` for names that templates leave open, and known includes.
+- Preprocessor lines are ``#pragma unroll`` (also with a number), ``#define NAME integer`` for names that templates leave open,
+  and known includes.
 - Inline assembly must equal the renderer's text for the same parameters.
 - Calls go to a fixed list of arithmetic functions and barriers, and to functions and lambdas of the text itself. Nothing allocates,
   prints, traps or launches.
@@ -34,6 +35,7 @@ TEXT_LIMIT, FUNCTIONS_LIMIT, INTEGER_LIMIT = 1 << 19, 16, 1 << 24
 _ELSEWHERE = re.compile(r"[^ -~\n]|\\|/\*|\?\?")
 """Characters that the compiler's lexer may read differently from :data:`_TOKEN`: control characters, spliced lines, trigraphs."""
 _DEFINE = re.compile(r"#define ([A-Z][A-Z0-9_]*) (-?\d{1,10})")
+_UNROLL = re.compile(r"#pragma unroll(?: \d{1,2})?")
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
@@ -67,7 +69,7 @@ def _preprocessed(text: str, template: str) -> str:
                 raise TextRefused(f"line {k + 1} has a preprocessor sign")
             continue
         lines[k] = ""
-        if bare == "#pragma unroll":
+        if _UNROLL.fullmatch(bare):
             continue
         if (define := _DEFINE.fullmatch(bare)) is not None:
             name, value = define[1], int(define[2])
