@@ -46,7 +46,9 @@ def test_an_iteration_may_make_lists_of_its_own() -> None:
     engine = optdnn.build(proto, target="reference")
     for size in (1, 2, 5):
         x = np.random.default_rng(size).standard_normal((size, 3, 4)).astype(np.float32)
-        np.testing.assert_array_equal(engine.run({"x": x})["y"], np.cumsum(np.roll(x, 2, axis=2), axis=0, dtype=np.float32))
+        np.testing.assert_array_equal(
+            engine.run({"x": x})["y"], np.cumsum(np.roll(x, 2, axis=2), axis=0, dtype=np.float32)
+        )
 
 
 MAPPED = """g (float[N,M,3] x) => (float{shape} y, float{part} p, int64 n)
