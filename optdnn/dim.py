@@ -255,9 +255,10 @@ def _floordiv_by_number(a: DimLike, b: int) -> DimLike:
     lo, hi = bounds(remainder)
     if lo >= 0 and hi < b:
         return whole
-    inner = _only_atom(remainder)
+    constant = dict(_terms(remainder)).get((), 0)
+    inner = _only_atom(remainder - constant)
     if isinstance(inner, Function) and inner.op == "floordiv" and isinstance(inner.b, int):
-        return whole + floordiv(inner.a, inner.b * b)
+        return whole + floordiv(inner.a + constant * inner.b, inner.b * b)
     return whole + _atom("floordiv", remainder, b)
 
 
@@ -293,15 +294,28 @@ def mod(a: DimLike, b: DimLike) -> DimLike:
     if isinstance(a, int) and isinstance(b, int):
         return a % b
     if isinstance(b, int) and b > 0:
-        a = _build({m: c % b for m, c in _terms(a)})
+        a = _build({m: c % b for m, c in _terms(_without_moduli(a, b))})
         if isinstance(a, int):
             return a % b
         lo, hi = bounds(a)
         if lo >= 0 and hi < b:
             return a
+        if b == 2 or all(2 * c > b for m, c in a.terms if m):  # (-x) % b fills x up to a multiple: b * ceil(x / b) - x
+            x = _build({m: b - c for m, c in a.terms})
+            return floordiv(x + b - 1, b) * b - x
     if _exact_quotient(a, b) is not None:
         return 0
     return _atom("mod", a, b)
+
+
+def _without_moduli(a: DimLike, b: int) -> DimLike:
+    """``a`` with terms ``x % d`` replaced by ``x`` where ``d`` is a multiple of ``b``: the remainder by ``b`` is the same."""
+    total: DimLike = a
+    for monomial, c in _terms(a):
+        atom = _only_atom(Dim(((monomial, 1),)))
+        if isinstance(atom, Function) and atom.op == "mod" and isinstance(atom.b, int) and atom.b % b == 0:
+            total = total + c * (atom.a - Dim(((monomial, 1),)))
+    return total
 
 
 def dim_min(a: DimLike, b: DimLike) -> DimLike:
@@ -318,6 +332,8 @@ def _extreme(op: str, a: DimLike, b: DimLike) -> DimLike:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b) if op == "min" else max(a, b)
     lo, hi = bounds(a - b)
+    if lo == hi == 0:
+        return min(a, b, key=parts_of)
     if lo >= 0:  # a >= b always
         return b if op == "min" else a
     if hi <= 0:
@@ -366,9 +382,10 @@ def bounds(x: DimLike) -> tuple[int, int]:
 def _related_bounds(x: Dim, low: int, high: int) -> tuple[int, int]:
     """``low, high`` sharpened if a function atom and the other terms depend on the same symbols (``n - n // 2``).
 
-    ``a // b`` is ``(a - r) / b`` with ``0 <= r < b``; a minimum or maximum is one of its two operands.
+    ``a // b`` is ``(a - r) / b`` with ``0 <= r < b``; ``a % b`` lies in ``0..b - 1``; a minimum or maximum is one of its two
+    operands. The largest function comes first: smaller ones may be parts of its operands.
     """
-    for monomial, c in x.terms:
+    for monomial, c in sorted(x.terms, key=lambda term: -sum(atom.parts for atom in term[0])):
         if len(monomial) != 1 or not isinstance(monomial[0], Function):
             continue
         atom = monomial[0]
@@ -380,6 +397,10 @@ def _related_bounds(x: Dim, low: int, high: int) -> tuple[int, int]:
                 low = max(low, -((max(slack, 0) - base_low) // atom.b))
             if base_high < INF:
                 high = min(high, (base_high - min(slack, 0)) // atom.b)
+            break
+        if atom.op == "mod" and isinstance(atom.b, Dim) and bounds(atom.b)[0] >= 0:  # 0 is no divisor
+            least, most = bounds(rest), bounds(rest + c * (atom.b - 1))
+            low, high = max(low, min(least[0], most[0])), min(high, max(least[1], most[1]))
             break
         if atom.op in ("min", "max"):
             (p_low, p_high), (q_low, q_high) = bounds(rest + c * atom.a), bounds(rest + c * atom.b)
@@ -406,7 +427,7 @@ def _atom_bounds(atom: Atom) -> tuple[int, int]:
         return max(a_lo, b_lo), max(a_hi, b_hi)
     if b_lo > 0:
         if atom.op == "mod":
-            return 0, b_hi - 1
+            return 0, min(b_hi - 1, a_hi if a_lo >= 0 else INF)
         corners = [p // q for p in (a_lo, a_hi) for q in (b_lo, b_hi)]
         return (-INF if a_lo == -INF else min(corners)), (INF if a_hi == INF else max(corners))
     return -INF, INF

@@ -22,7 +22,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, sizes_of
 from optdnn.passes.support.linear import LINEAR
-from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_product
+from optdnn.passes.support.products import PRODUCTS, ConstantMatrix, PlainProduct, constant_matrix, plain_product
 from optdnn.types import Array
 
 MORE_MULTIPLICATIONS = 10_000_000
@@ -41,28 +41,43 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if graph.sole_user(operand(op)) == op:
         return None  # a factorized matrix: its factors stay apart, since each may have its own precision or be packed
-    rows = sizes_of(graph, op.value)
-    if (why := _why_slower(before.matrix.shape, second.shape[1], None if rows is None else rows[:-1])) is not None:
+    if (why := _why_slower(graph, op, before, second)) is not None:
         return Miss(why)
+    chains = [(op, second)]
+    others = [user for user in graph.users(operand(op)) if user != op]
+    if (
+        len(others) == 1
+    ):  # the last two readers in one rewrite: the second one, left alone, would keep the first product
+        (other,) = others
+        last = constant_matrix(graph, other) if other.kind in PRODUCTS and operand(other) == operand(op) else None
+        if last is not None and _why_slower(graph, other, before, last) is None:
+            chains.append((other, last))
+
+    def build(patch: Patch) -> None:
+        for product, matrix in chains:
+            patch.replace(product.value, _one_product(patch, before, matrix))
+
+    return Match(tuple(product for product, _ in chains), build)
+
+
+def _one_product(patch: Patch, first: PlainProduct, second: ConstantMatrix) -> Value:
     dtype, wide = second.array.dtype, second.array.astype(np.float64)  # NumPy multiplies no bf16
-    matrix = (before.weight.astype(np.float64) @ wide).astype(dtype)
+    matrix = (first.weight.astype(np.float64) @ wide).astype(dtype)
     shifts: list[Array] = [] if second.bias is None else [second.bias.astype(np.float64)]
-    if before.bias is not None:
-        shifts.append(before.bias.astype(np.float64) @ wide)
-
-    def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [before.x, patch.constant(matrix, "chain.weight")], MatMulAttrs())
-        if shifts:
-            bias = np.broadcast_to(sum(shifts), matrix.shape[1:]).astype(dtype)
-            y = patch.add("Add", [y, patch.constant(bias, "chain.bias")])
-        return y
-
-    return Match((op,), build)
+    if first.bias is not None:
+        shifts.append(first.bias.astype(np.float64) @ wide)
+    y = patch.add("MatMul", [first.x, patch.constant(matrix, "chain.weight")], MatMulAttrs())
+    if shifts:
+        bias = np.broadcast_to(sum(shifts), matrix.shape[1:]).astype(dtype)
+        y = patch.add("Add", [y, patch.constant(bias, "chain.bias")])
+    return y
 
 
-def _why_slower(first: tuple[int, ...], columns: int, rows: tuple[int, ...] | None) -> str | None:
-    """Why one product would be slower than the two, or None. ``first``: the shape of the first matrix."""
-    inner, middle = first
+def _why_slower(graph: Graph, op: Op, first: PlainProduct, second: ConstantMatrix) -> str | None:
+    """Why one product would be slower than the two, or None. ``op``: the second product."""
+    (inner, middle), columns = first.matrix.shape, second.shape[1]
+    sizes = sizes_of(graph, op.value)
+    rows = None if sizes is None else sizes[:-1]
     more = inner * columns - middle * columns
     if more <= 0:
         return None

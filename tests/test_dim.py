@@ -24,6 +24,29 @@ def test_equal_expressions_have_one_form() -> None:
     assert hash((N + 1) * 2) == hash(2 * N + 2)
 
 
+def test_padding_to_a_multiple_is_a_quotient() -> None:
+    assert H + (8 - H % 8) % 8 == 8 * ((H + 7) // 8)
+    assert (H + (-H) % 8) // 8 == (H + 7) // 8
+    assert (H + H % 2) // 2 == (H + 1) // 2
+    assert (H % 12 + 1) % 4 == (H + 1) % 4
+    assert H % 12 % 5 != H % 5
+
+
+def test_nested_quotients_merge() -> None:
+    assert ((H + 1) // 2 + 1) // 2 == (H + 3) // 4
+    assert (H // 4 + (H // 4) % 2) // 2 == (H + 4) // 8
+
+
+def test_parts_of_a_rolled_axis_have_its_size() -> None:
+    for size in (H, 8 * ((H + 7) // 8), N * H):
+        shift = 4 % size
+        assert dim_max(0, size - shift) + dim_min(shift, size) == size
+
+
+def test_extremes_of_equal_expressions_are_the_shorter_one() -> None:
+    assert dim_max(H - H // 2, (H + 1) // 2) == dim_max((H + 1) // 2, H - H // 2) == (H + 1) // 2
+
+
 def test_extremes_use_ranges() -> None:
     assert dim_max(N, 1) == N
     assert dim_min(2 * N, 2 * N + 1) == 2 * N

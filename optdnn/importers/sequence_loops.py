@@ -21,16 +21,11 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Body, Known
 from optdnn.ops.exchange import Stacking
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.sequences import IMPORTERS as SEQUENCES
 from optdnn.ops.sequences import TensorList
 from optdnn.types import BOOL, INT64, Array, TensorType
 
 _OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
 """The first inputs that a Loop feeds its body: the number of the iteration, and the condition."""
-
-
-_READERS = frozenset({"SequenceAt", "SequenceLength"})
-"""A body may read a sequence from outside with these operators."""
 
 
 class LoopBody(Protocol):
@@ -76,7 +71,8 @@ def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | 
 def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProto | None:
     """A copy of a Loop's body without its inputs at ``lists``: sequences to which the body only appends one tensor each.
 
-    These tensors are its last outputs. None if the body uses a sequence in any other way. It may read sequences from outside.
+    These tensors are its last outputs. None if the body uses one of these sequences in any other way. It may make sequences of its
+    own (``chunk``), and read those from outside.
     """
     proto = onnx.GraphProto()
     proto.CopyFrom(body)
@@ -90,7 +86,7 @@ def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProt
     for at in sorted(lists, reverse=True):
         del proto.input[at], proto.output[at - 1]
     gone = {v.name for at in lists for v in (body.input[at], body.output[at - 1])}
-    return None if any(n.op_type in SEQUENCES.keys() - _READERS for n in proto.node) or _reads(proto) & gone else proto
+    return None if _reads(proto) & gone else proto
 
 
 def nodes_of(graph: onnx.GraphProto) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.dim import Dim
+from optdnn.dim import Dim, floordiv
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.bodies import ScanAttrs, build_body, subgraph, symbols
@@ -137,6 +137,9 @@ def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     size = None if shape is None else shape[axis]
     if isinstance(size, Dim) and _step(node, e) == 1:
         return [Stack([_ones(node, e, axis)])]
+    count = _equal_parts(node, e, size)
+    if count is not None and count <= MOST:
+        return [TensorList(e.op("Split", [x], SplitAttrs(axis, num_outputs=count), outputs=count))]
     sizes = _sizes(node, e, size)
     if len(sizes) > MOST:
         raise Unsupported(f"it makes {len(sizes)} tensors, at most {MOST} are taken")
@@ -166,6 +169,16 @@ def _kept(node: NodeSpec, e: Emit) -> bool:
     """Whether the parts keep the axis. ONNX says that ``keepdims`` has no effect if sizes are given. But PyTorch writes ``unbind``
     with a size of 1 and ``keepdims=0``, and ONNX Runtime removes the axis then."""
     return bool(node.get("keepdims", 1)) or _step(node, e) != 1
+
+
+def _equal_parts(node: NodeSpec, e: Emit, size: object) -> int | None:
+    """The number of parts if their size is symbolic and divides ``size``: ``chunk(2)`` of two batches, one after the other."""
+    known = None if node.input(1) is None else e.value(node.inputs[1])
+    step = None if known is None or known.ndim else known.item()
+    if not isinstance(step, Dim) or not isinstance(size, Dim):
+        return None
+    count = floordiv(size, step)
+    return count if isinstance(count, int) and count * step == size else None
 
 
 def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:

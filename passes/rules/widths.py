@@ -11,7 +11,8 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
-from optdnn.passes.support.facts import in_shape, integers, ints, operand
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, sliced
+from optdnn.passes.support.parts import span
 from optdnn.passes.support.products import output_axis
 from optdnn.types import Array, Shape, normalize_axis, product
 
@@ -162,7 +163,18 @@ def _of_split(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 def _of_slice(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     axes = ints(graph, op.input(3))
     rank = len(op.outputs[0].type.dims)
-    return [(operand(op), axis)] if axes is not None and all(a % rank != axis for a in axes) else None
+    other = axes is not None and all(a % rank != axis for a in axes)
+    return [(operand(op), axis)] if other or _whole_groups(graph, op, axis, size) is not None else None
+
+
+def _whole_groups(graph: Graph, op: Op, axis: int, size: int) -> tuple[int, int] | None:
+    """First and one past the last group that a Slice of only this axis takes; None if it takes parts of a group."""
+    dims = graph.type(operand(op)).dims
+    width = dims[axis]
+    found = span(graph, op, width, axis - len(dims)) if isinstance(width, int) else None
+    if found is None or found[2] != 1 or any(n % size for n in (width, *found[:2])):
+        return None
+    return found[0] // size, found[1] // size
 
 
 def _of_gather(graph: Graph, op: Op, axis: int, size: int) -> Sources:
@@ -277,6 +289,13 @@ def _split(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wid
     return [Value(copy.id, i) for i in range(count)]
 
 
+def _slice(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    groups = _whole_groups(patch.graph, op, axis, size)
+    if groups is None:
+        return _as_before(patch, op, axis, new, size, wide)
+    return [sliced(patch, new[0], groups[0] * wide, groups[1] * wide, axis)]
+
+
 def _arithmetic(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
     rank = len(op.outputs[0].type.dims)
     slot = 0 if patch.graph.constant_value(operand(op)) is not None else 1
@@ -308,6 +327,7 @@ _BUILD = {
     "Reshape": _reshape,
     "RotaryEmbedding": _rotary,
     "Split": _split,
+    "Slice": _slice,
     "Add": _arithmetic,
     "Mul": _arithmetic,
     **dict.fromkeys(("MatMul", "Gemm", "Conv"), _product),

@@ -37,6 +37,20 @@ def test_a_loop_whose_iterations_follow_from_a_size_stacks_appended_tensors(axis
             np.testing.assert_array_equal(engine.run({"x": x})[port.name], expected)
 
 
+def test_an_iteration_may_make_lists_of_its_own() -> None:
+    """PyTorch scripts ``chunk`` in the cell of a recurrent network like this."""
+    text = APPENDS.format(shape="float[a,b,c]", end="ConcatFromSequence<axis = 0, new_axis = 1>(s)", row="next")
+    own = """halves = SplitToSequence<axis = 1>(row, two)  first = SequenceAt(halves, zero)  second = SequenceAt(halves, at)
+        turned = SequenceConstruct(second, first)  cell = ConcatFromSequence<axis = 1>(turned)  next = Add(sum, cell)"""
+    proto = model(text.replace("next = Add(sum, row)", own).replace("int64 at =", "int64 two = {2}, int64 at ="), 17)
+    engine = optdnn.build(proto, target="reference")
+    for size in (1, 2, 5):
+        x = np.random.default_rng(size).standard_normal((size, 3, 4)).astype(np.float32)
+        np.testing.assert_array_equal(
+            engine.run({"x": x})["y"], np.cumsum(np.roll(x, 2, axis=2), axis=0, dtype=np.float32)
+        )
+
+
 MAPPED = """g (float[N,M,3] x) => (float{shape} y, float{part} p, int64 n)
         <int64 unit = {{1}}, int64 at = {{-1}}, float[3] c = {{1, 2, 3}}> {{
     s = SplitToSequence<axis = {axis}{more}>(x{unit})

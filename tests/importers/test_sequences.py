@@ -55,6 +55,28 @@ def test_lists_that_grow_and_shrink() -> None:
     assert agrees(text) == ["Relu", "Neg", "Abs", "Identity", "Concat", "Concat", "Concat"]
 
 
+@pytest.mark.parametrize("target", ["reference", "simulate"])
+def test_a_size_may_divide_the_axis_whatever_it_is(target: str) -> None:
+    """RAFT: ``torch.cat([a, b]).chunk(2)`` of images, with any number of them."""
+    text = """g (float[N,3] x) => (float[N,3] y, int64 n) <int64 k = {1}, int64 zero = {0}> {
+        b = Concat<axis = 0>(x, x, x)  shape = Shape(x)  size = Gather(shape, zero)
+        s = SplitToSequence<axis = 0>(b, size)  p = SequenceAt(s, k)  y = Relu(p)  n = SequenceLength(s) }"""
+    engine = optdnn.build(model(text, 17), target=target, precision="fp32", shapes={"x": (optdnn.DimRange(1, 2, 4), 3)})
+    for rows in (1, 2, 4):
+        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+        got = engine.run({"x": x})
+        np.testing.assert_array_equal(got["y"], np.maximum(x, 0))
+        assert got["n"] == 3
+
+
+def test_a_size_that_need_not_divide_the_axis() -> None:
+    text = """g (float[N,3] x, float[M,3] z) => (float[K,3] y) <int64 k = {1}, int64 zero = {0}> {
+        b = Concat<axis = 0>(x, z)  shape = Shape(x)  size = Gather(shape, zero)
+        s = SplitToSequence<axis = 0>(b, size)  y = SequenceAt(s, k) }"""
+    with pytest.raises(UnsupportedError, match="sizes that it splits into have to be constants"):
+        import_model(model(text, 17))
+
+
 @pytest.mark.parametrize(("axis", "shape"), [(0, "2,2,6,3"), (-1, "2,6,3,2"), (2, "2,6,2,3")])
 def test_a_list_is_stacked(axis: int, shape: str) -> None:
     text = f"""g (float[2,6,3] x) => (float[{shape}] y) {{

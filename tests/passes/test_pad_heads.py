@@ -69,7 +69,7 @@ def test_zeros_stand_in_the_weights(attrs: dict[str, Any]) -> None:
     assert sorted(after.type(op.inputs[1]).static_shape for op in after.of_kind("MatMul")) == [(C, 16)] * 3 + [(16, C)]
 
 
-@pytest.mark.parametrize("packed", ["gather", "split", "columns", "equal columns"])
+@pytest.mark.parametrize("packed", ["gather", "split", "columns", "equal columns", "slices of columns"])
 def test_one_projection_of_queries_keys_and_values(packed: str) -> None:
     n = Net(np.float64)
     x = n.gemm(n.op("Reshape", tokens(n), n.ints(B * N, C)), 3 * C, trans_b=True)
@@ -77,7 +77,10 @@ def test_one_projection_of_queries_keys_and_values(packed: str) -> None:
         whole = n.op("Reshape", x, n.ints(B, N, 3 * C))
         equal = packed == "equal columns"  # without sizes, as exporters write chunk()
         sizes = () if equal else (n.ints(C, C, C),)
-        parts = n.op("Split", whole, *sizes, attrs=SplitAttrs(2, num_outputs=3 if equal else None), outputs=3)
+        if packed == "slices of columns":
+            parts = [n.op("Slice", whole, n.ints(C * i), n.ints(C * (i + 1)), n.ints(2)) for i in range(3)]
+        else:
+            parts = n.op("Split", whole, *sizes, attrs=SplitAttrs(2, num_outputs=3 if equal else None), outputs=3)
         parts = [heads(n, p) for p in parts]
     else:
         whole = n.op("Reshape", x, n.ints(B, N, 3, H, D))
@@ -170,6 +173,19 @@ def test_other_operators_before_the_heads() -> None:
     n = Net(np.float64)
     x = tokens(n)
     graph = n.done(attend(n, *(n.op("Tanh", heads(n, n.matmul(x, C))) for _ in range(3))))
+    check_refused(PadHeads(), graph, because="do not all come from projections", context=HALF)
+
+
+@pytest.mark.parametrize(("begin", "step"), [(3, 1), (0, 3)])
+def test_slices_of_parts_of_heads(begin: int, step: int) -> None:
+    n = Net(np.float64)
+    x = n.matmul(tokens(n), 3 * C)
+    limits = [
+        [n.ints(begin + i * (C if step == 1 else 1)), n.ints(begin + C + i * C if step == 1 else 3 * C)]
+        for i in range(2)
+    ]
+    q, k = (n.op("Slice", x, *limit, n.ints(2), n.ints(step)) for limit in limits)
+    graph = n.done(attend(n, *(heads(n, part) for part in (q, k, n.matmul(tokens(n), C)))))
     check_refused(PadHeads(), graph, because="do not all come from projections", context=HALF)
 
 

@@ -57,6 +57,26 @@ def test_factors_of_a_matrix_stay() -> None:
     check_untouched(PASS, chain(read=False))
 
 
+@pytest.mark.parametrize("readers", [2, 3])
+def test_the_last_reader_does_not_keep_the_first_product(readers: int) -> None:
+    """StyleGAN2 and GFPGAN: the modulations of all layers read one style vector."""
+    n = Net(np.float64)
+    y = n.op("Add", n.matmul(n.input(2, 8), 8), n.random(8))
+    graph = n.done(*(n.op("Tanh", n.matmul(y, 4)) for _ in range(readers)))
+    after, _ = check_pass(PASS, graph, changes=readers - 1)
+    products = after.of_kind("MatMul")
+    assert len(products) == readers
+    assert {after.op(p.inputs[0]).kind for p in products} == {"Input"}  # type: ignore[arg-type]
+
+
+def test_the_last_reader_may_stay() -> None:
+    n = Net(np.float64)
+    y = n.matmul(n.input(6, 1200), 8)
+    graph = n.done(n.matmul(y, 1200), n.matmul(y, 4))
+    after, _ = check_pass(PASS, graph, changes=1, kinds={"MatMul": 3})
+    assert sum(after.op(p.inputs[0]).kind == "MatMul" for p in after.of_kind("MatMul")) == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
