@@ -106,7 +106,6 @@ RULES: Mapping[str, str] = {
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
     "sink_transpose": "Transposes moved past other operators",
-    "turned_positions": "norms of images computed before positions are exchanged",
     "conv_activation": "activations applied by the convolution that reads them",
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
     "flatten_last": "Flattens merged into the matrix product after them",
