@@ -201,7 +201,6 @@ RULES: Mapping[str, str] = {
     "joined_items": "a Concat of all parts of a batch replaced by a view of the batch",
     "steps_of_items": "parts of a batch that are steps of a recurrence turned into positions of an axis",
     "products_of_parts": "products of the parts of a tensor merged into one stack of products",
-    "sum_of_parts": "sums over the parts of tensors merged into one reduction",
     "segment_decays": "running sums over matrices replaced by differences of one running sum",
     "stages_of_parts": "operators on each part of a stack of products computed for all parts at once",
     "factors_of_steps": "factors of a recurrence's products computed for all steps at once",
