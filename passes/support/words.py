@@ -232,7 +232,6 @@ RULES: Mapping[str, str] = {
     "stacked_products": "products of each step merged into one stack of products",
     "aligned_parts": "channels reordered so that their parts begin at vectors",
     "summed_pixels": "sums of weighted pixels written as products whose rows are pixels",
-    "weighted_sum": "weighted sums over positions computed as matrix products",
     "grid_gather": "gathers of whole axes written as views",
     "repeated_pixels": "gathers that repeat pixels written as a resize to nearest pixels",
     "neighboring_rows": "gathers of neighboring rows by their positions written as slices",
