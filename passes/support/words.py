@@ -182,7 +182,6 @@ RULES: Mapping[str, str] = {
     "scaled_view": "scales of views of a product moved into its constant",
     "shifted_columns": "gathers of relative positions written as views of a product",
     "padded_shift": "padding that shifts the rows of a product written as a view of it",
-    "heads_outside": "products with a constant matrix for each head merged into one batched product",
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "view_before_step": "views inside a recurrence's steps moved in front of them",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
