@@ -193,7 +193,6 @@ RULES: Mapping[str, str] = {
     "grouped_products": "products of parts that each have their own matrix computed as one grouped convolution",
     "products_of_one": "products of one tensor, whose results are multiplied again, computed as one",
     "grouped_stages": "equal operators on the groups of a convolution computed at once",
-    "joined_groups": "groups of one tensor joined as one part of it",
     "unrolled_cells": "steps of a GRU or LSTM written as one layer",
     "layer_of_parts": "layers with the same weights merged into one layer of all their items",
     "operator_of_items": "equal operators on the parts of a batch merged into one operator",
