@@ -196,7 +196,6 @@ RULES: Mapping[str, str] = {
     "unrolled_cells": "steps of a GRU or LSTM written as one layer",
     "layer_of_parts": "layers with the same weights merged into one layer of all their items",
     "operator_of_items": "equal operators on the parts of a batch merged into one operator",
-    "joined_items": "a Concat of all parts of a batch replaced by a view of the batch",
     "steps_of_items": "parts of a batch that are steps of a recurrence turned into positions of an axis",
     "products_of_parts": "products of the parts of a tensor merged into one stack of products",
     "segment_decays": "running sums over matrices replaced by differences of one running sum",
