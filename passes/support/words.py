@@ -130,7 +130,6 @@ RULES: Mapping[str, str] = {
     "parallel_scan": "independent iterations of Scans computed together",
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",
     "repeated_parts": "parts of joined rows that differ only by numbers computed together",
-    "joined_tables": "embeddings of the columns of one tensor merged",
     "tables_of_columns": "tables read by the columns of one tensor joined",
     "flat_indices": "rows gathered without flattening the indices first",
     "row_indices": "gathers by one index per row written as gathers of rows",
