@@ -368,6 +368,39 @@ def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | No
     return found
 
 
+@rule("stacked_positions", {"Concat"})
+def stacked_positions(graph: Graph, op: Op) -> Match | None:
+    """Parts of a Concat that are all positions of a tensor in order become this tensor, possibly transposed."""
+    shape = shape_of(graph, op.value)
+    if shape is None:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    values = [operand(op, k) for k in range(len(op.inputs))]
+    for begin, value in enumerate(values):
+        first = position(graph, value)
+        if first is None or first.index or len(first.view) != len(shape) or first.view[axis] >= 0:
+            continue
+        size = (shape_of(graph, first.whole) or ())[first.axis]
+        order = tuple(first.axis if k == axis else i for k, i in enumerate(first.view))
+        if not isinstance(size, int) or size < LEAST or sorted(order) != list(range(len(shape))):
+            continue
+        if begin + size <= len(values) and first_of_all(graph, values[begin : begin + size]):
+            return _joined(op, first.whole, order, begin, size)
+    return None
+
+
+def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int) -> Match:
+    """Replaces ``size`` parts of a Concat by ``whole``, transposed by ``order``."""
+
+    def build(patch: Patch) -> Value:
+        turned = order != tuple(range(len(order)))
+        same = patch.add("Transpose", [whole], TransposeAttrs(order)) if turned else whole
+        parts = [*op.inputs[:begin], same, *op.inputs[begin + size :]]
+        return patch.add("Concat", parts, op.attrs) if len(parts) > 1 else same
+
+    return Match((op,), build)
+
+
 class RollScans(RulePass):
     name = "roll_scans"
-    rules = (outer_step, view_before_step, pointwise_scan, last_state)
+    rules = (outer_step, view_before_step, pointwise_scan, stacked_positions, last_state)

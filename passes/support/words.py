@@ -222,6 +222,7 @@ RULES: Mapping[str, str] = {
     "segment_epilogue": "a bias or activation after segment sums computed in their epilogue",
     "segment_sum": "scattered sums at constant positions computed segment by segment",
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
+    "stacked_positions": "concatenations of all positions of a tensor replaced by the tensor",
     "doubled_prefixes": "rounds that double prefixes of a linear recurrence rewritten as one loop over its steps",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step merged into one stack of products",

@@ -20,7 +20,7 @@ PASS = RollScans()
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_become_one_scan(name: str) -> None:
-    changes = 1 + STEPS if "multiplied" in name else 1
+    changes = 2 if "other" in name else 1 + STEPS if "multiplied" in name else 1
     graph, _ = check_pass(PASS, graph_of(name), changes=changes)
     (scan,) = graph.of_kind("PointwiseScan")
     assert scan.attrs.steps >= STEPS - 2
@@ -193,3 +193,11 @@ def test_neighbors_are_no_candidates() -> None:
     parts = [n.op("Tanh", n.op("Gather", y, n.ints(k), attrs=GatherAttrs(0))) for k in range(4)]
     unlike = n.op("Concat", *parts, n.random(4, 4), attrs=ConcatAttrs(0))
     check_untouched(PASS, n.done(few, unlike))
+
+
+def test_positions_in_another_order_stay_apart() -> None:
+    n = Net()
+    x = n.input(2, 6, 4)
+    check_untouched(PASS, n.done(stacked(n, [taken(n, x, 1, t) for t in (0, 1, 3, 2, 4, 5)], 1)))
+    graph, _ = check_pass(PASS, n.done(stacked(n, [taken(n, x, 1, t) for t in range(6)], 0)), changes=1)
+    assert len(graph.of_kind("Transpose")) == 1
