@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_pad, part_of_zeros
-from optdnn.passes.rules.choices import choice_is_bound
 from optdnn.passes.rules.concats import (
     concat_of_split,
     empty_parts,
@@ -27,13 +26,12 @@ from optdnn.passes.rules.means import (
     sum_is_mean,
     variance_of_joined_axes,
 )
-from optdnn.passes.rules.noop import idempotent, known_choice, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
     constant_target,
     equal_elements,
-    gemm_transpose,
     kept_axes,
     redundant_expand,
     reshape_chain,
@@ -51,7 +49,6 @@ class Canonicalize(RulePass):
     name = "canonicalize"
     rules = (
         no_op,
-        idempotent,
         known_choice,
         unused_indices,
         norm_of_one,
@@ -85,13 +82,11 @@ class Canonicalize(RulePass):
         split_of_concat,
         element_of_stack,
         interleaved_parts,
-        gemm_transpose,
         hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
         select_is_where,
-        choice_is_bound,
         known_compress,
         variance_of_joined_axes,  # before the means that it reads
         reduction_of_joined_axes,

@@ -9,7 +9,7 @@ their biases and applies their activation. Operators between these products, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +22,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.joined_bags import with_joined
-from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped, sliced
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped
 from optdnn.passes.support.lanes import (
     CUTS,
     LAST_AXIS,
@@ -39,8 +38,7 @@ from optdnn.passes.support.lanes import (
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
 from optdnn.passes.support.stacks import DEPTH, Part, part_of, parts_of
 from optdnn.passes.support.stages import ACTIVATIONS
-from optdnn.passes.support.views import transposed
-from optdnn.types import TensorType, is_float, normalize_axis
+from optdnn.types import TensorType, is_float
 
 LEAST = 3
 """Fewest parts of a group."""
@@ -177,59 +175,6 @@ def grouped_stages(graph: Graph, op: Op) -> Match | None:
     return Match(tuple({op.id: op, **ops}.values()), build)
 
 
-@rule("joined_groups", {"Concat"})
-def joined_groups(graph: Graph, op: Op) -> Match | None:
-    """A Concat of consecutive lanes of one tensor, along the last axis or along a new one, reads them as one part of the tensor."""
-    rank = len(op.outputs[0].type.dims)
-    axis = normalize_axis(op.attrs.axis, rank)
-    parts = [_lane(graph, v, axis) for v in op.inputs if v is not None]
-    for at, first in enumerate(parts):
-        if first is None:
-            continue
-        end = at + 1
-        while end < len(parts) and _next(parts[end - 1], parts[end]):
-            end += 1
-        if end - at > 1:
-            return Match((op,), _joining(graph, op, axis, at, end, first))
-    return None
-
-
-def _next(before: Part | None, part: Part | None) -> bool:
-    if before is None or part is None:
-        return False
-    return (part.source, part.start) == (before.source, before.start + 1)
-
-
-def _joining(graph: Graph, op: Op, axis: int, at: int, end: int, first: Part) -> Callable[[Patch], Value]:
-    """The function that adds the Concat with its operands from ``at`` to ``end`` as one part of the tensor of ``first``."""
-
-    def build(patch: Patch) -> Value:
-        x = sliced(patch, first.source, first.start, first.start + end - at, first.axis)
-        dims = patch.type(x).static_shape
-        new_axis = len(op.outputs[0].type.dims) == len(dims)
-        if new_axis:
-            order = [k for k in range(len(dims)) if k != first.axis]
-            order.insert(axis, first.axis)
-            x = transposed(patch, x, tuple(order))
-        else:
-            x = reshaped(patch, x, (*dims[:-2], dims[-2] * dims[-1]))
-        return with_joined(patch, op, (at, end), x, axis)
-
-    return build
-
-
-def _lane(graph: Graph, value: Value, axis: int) -> Part | None:
-    """The lane of a grouped tensor that a Concat along ``axis`` reads, as it is or with a new axis of size 1."""
-    dims = graph.type(value).dims
-    view = producer(graph, value, RESHAPES)
-    if view is not None:
-        inner = operand(view)
-        if dims != (*graph.type(inner).dims[:axis], 1, *graph.type(inner).dims[axis:]):
-            return None
-        return leaf(graph, inner) if _is_group(graph, inner) else None
-    return leaf(graph, value) if axis == len(dims) - 1 and _is_group(graph, value) else None
-
-
 def _is_group(graph: Graph, value: Value) -> bool:
     """Whether ``value`` is one lane of a tensor that a grouped convolution computes, perhaps with operators after it."""
     gather = producer(graph, value, {"Gather"})
@@ -350,4 +295,4 @@ def _convolution(patch: Patch, x: Value, products: Sequence[PlainProduct], activ
 
 class GroupedProducts(RulePass):
     name = "grouped_products"
-    rules = (products_of_one, grouped_products, grouped_stages, joined_groups)
+    rules = (products_of_one, grouped_products, grouped_stages)

@@ -15,7 +15,6 @@ product it merges with the first view. The other rules:
 - A product to which several constants are added is computed once for each constant, as its bias.
 - Alternating parts of a product's columns are reordered to be contiguous.
 - Activations, scalar arithmetic and gates of heads move in front of a Reshape or a pixel shuffle, to the product.
-- A Transpose that exchanges the positions of an image moves behind a norm.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from optdnn.passes.rules.early_stages import gate_before_reshape, stage_before_r
 from optdnn.passes.rules.ordered_columns import ordered_columns
 from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.transpose import is_after_anchor
-from optdnn.passes.rules.turned_positions import turned_positions
 from optdnn.passes.support.facts import (
     NORMS,
     VIEWS,
@@ -400,5 +398,5 @@ class HoistViews(RulePass):
     rules = (
         own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
         norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, order_sum, ordered_columns,
-        stage_before_reshape, gate_before_reshape, turned_positions,
+        stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

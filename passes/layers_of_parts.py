@@ -18,9 +18,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, origins, producer, reshaped
+from optdnn.passes.support.facts import RESHAPES, integers, operand, origins, reshaped
 from optdnn.passes.support.items import LAYERS, computes_items, equal
 from optdnn.passes.support.iterations import MOST_BYTES
 from optdnn.passes.support.linear import LINEAR
@@ -170,35 +169,6 @@ class _OperatorOfItems(Rule):
         return next((one for one in alike if all(map(partial(equal, graph), one.inputs, inputs))), None)
 
 
-class _JoinedItems(Rule):
-    """A Concat of all parts, perhaps after equal Reshapes, becomes a Reshape of the whole, perhaps transposed."""
-
-    name = "joined_items"
-    kinds = frozenset({"Concat"})
-
-    def __init__(self, made: set[int]):
-        self.made = made
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | None:
-        types = {graph.type(v) for v in op.inputs if v is not None}
-        views = [view for v in op.inputs if (view := producer(graph, v, RESHAPES)) is not None]
-        parts = [operand(view) for view in views] if len(views) == len(op.inputs) else list(op.inputs)
-        if any(v is None or v.op not in self.made for v in parts) or len(types) > 1 or not op.outputs[0].type.is_static:
-            return None
-        split = graph.op(parts[0])  # type: ignore[arg-type]
-        if parts != [Value(split.id, port) for port in range(len(split.outputs))]:
-            return None
-        shape, axis = types.pop().static_shape, op.attrs.axis % len(op.outputs[0].type.dims)
-
-        def build(patch: Patch) -> Value:
-            whole = reshaped(patch, operand(split), (len(parts), *shape))
-            order = (*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1))
-            turned = patch.add("Transpose", [whole], TransposeAttrs(order)) if axis else whole
-            return reshaped(patch, turned, op.outputs[0].type.static_shape)
-
-        return Match((op, *(views if len(views) == len(op.inputs) else ())), build)
-
-
 class LayersOfParts(RulePass):
     """Layers with the same weights on several tensors of one shape become one layer, whose items are the items of all tensors."""
 
@@ -206,7 +176,7 @@ class LayersOfParts(RulePass):
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         made = set[int]()
-        return (_LayerOfParts(graph, made), _OperatorOfItems(made), _JoinedItems(made))
+        return (_LayerOfParts(graph, made), _OperatorOfItems(made))
 
 
 @rule("steps_of_items", {"Split"})

@@ -6,20 +6,19 @@ products that read the state of the previous chunk depend on one another.
 
 The products of all parts are stacked if their operands are computed in the same way, from consecutive parts of the same tensors.
 One operand may have any origin, as states do: the parts of this operand are joined, and kernels write them in place. Operators on
-the results are stacked too, as long as they are the same for all parts. A sum over the parts becomes a reduction.
+the results are stacked too, as long as they are the same for all parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
-from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, operand, origins, producer
+from optdnn.passes.support.facts import operand, origins, producer
 from optdnn.passes.support.stacks import (
     Forms,
     Joined,
@@ -38,13 +37,10 @@ from optdnn.passes.support.stacks import (
     stack_of,
 )
 from optdnn.passes.support.stages import ADDITIONS
-from optdnn.passes.support.sum_terms import sum_terms
 from optdnn.types import TensorType
 
 LEAST_JOINED = 4
 """Fewest products for which operands of any origin are joined."""
-LEAST_TERMS = 3
-"""Fewest terms of a sum that becomes a reduction."""
 MOST_PRODUCTS = 1 << 28
 """A product of at least this many multiplications fills a GPU by itself: it takes as long as about five small products."""
 
@@ -99,33 +95,6 @@ def stages_of_parts(graph: Graph, op: Op) -> Match | None:
     if not isinstance(stack, Same) or any(one.id in roots for one in origins(graph, list(leaves(stack)))):
         return None
     return _replaced([one.value for one in group], stack)
-
-
-@rule("sum_of_parts", {"Add"})
-def sum_of_parts(graph: Graph, op: Op) -> Match | None:
-    """A sum of equal operators on the parts of tensors becomes a reduction: the weighted sum of experts (MMoE: Ma et al., 2018)."""
-    found = sum_terms(graph, op)
-    if found is None or len(found[1]) < LEAST_TERMS:
-        return None
-    sums, terms = found
-    stack = stack_of(graph, terms)
-    if not isinstance(stack, Same) or any(isinstance(part, Joined) for part in _parts(stack)):
-        return None
-
-    def build(patch: Patch) -> Value:
-        axes = integers(patch, [0], f"{op.outputs[0].name}.axes")
-        return patch.add("ReduceSum", [emit(patch, stack), axes], ReduceAttrs(keepdims=False))
-
-    return Match((*sums, *{one.id: one for one in covered(stack)}.values()), build)
-
-
-def _parts(stack: Stack | None) -> Iterator[Stack]:
-    """A stack, and all stacks from which it is computed."""
-    if stack is not None:
-        yield stack
-    if isinstance(stack, Same):
-        for each in stack.operands:
-            yield from _parts(each)
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
@@ -279,4 +248,4 @@ def _near_softmax(graph: Graph, op: Op) -> bool:
 
 class ProductsOfParts(RulePass):
     name = "products_of_parts"
-    rules = (products_of_parts, stages_of_parts, factors_of_steps, sum_of_parts)
+    rules = (products_of_parts, stages_of_parts, factors_of_steps)

@@ -10,7 +10,6 @@ each product, GatherElements takes, for query i and key j, the column of i - j. 
 - ``padded_shift``: the same view, for exporters that pad, flatten and cut the rows (BoTNet, HaloNet).
 - ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighboring columns are a Slice, and the
   constant absorbs the scale of such a view.
-- ``heads_outside``: a product with a constant matrix per head, the same for the whole batch, becomes H products of B * M rows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
 from optdnn.passes.support.facts import (
-    HEADS_FIRST,
     RESHAPES,
     integers,
     ints,
@@ -296,46 +294,7 @@ def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
     return sliced(patch, x, start, end, axis)
 
 
-# ---------------------------------------------------------------- one product for each head
-
-
-@rule("heads_outside", {"MatMul"})
-def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(B, H, M, K) @ (1, H, K, N)`` with H constant matrices becomes ``(H, B * M, K) @ (H, K, N)``."""
-    shape, weight = shape_of(graph, op.inputs[0]), _matrix(graph, operand(op, 1))
-    if weight is None or shape is None or len(shape) != 4 or any(not isinstance(n, int) for n in shape):
-        return None
-    batch, heads, rows, _ = (int(n) for n in shape if isinstance(n, int))
-    if weight.ndim not in (3, 4) or weight.shape[-3] != heads or heads < 2 or batch < 2:
-        return None
-    if weight.ndim == 4 and weight.shape[0] != 1:
-        return Miss("each entry of the batch has its own matrices")
-    if op.attrs.prologue or op.attrs.epilogue or _is_gathered(graph, op):
-        return None
-    turn = producer(graph, op.inputs[0], {"Transpose"})
-    if turn is None or turn.attrs.perm != HEADS_FIRST:
-        return Miss("the heads of a row do not lie together in front of it")
-
-    def build(patch: Patch) -> Value:
-        outside = patch.add("Transpose", [op.inputs[0]], TransposeAttrs((1, 0, 2, 3)))
-        joined = reshaped(patch, outside, (heads, batch * rows, weight.shape[-2]))
-        matrices = patch.constant(np.ascontiguousarray(weight.reshape(weight.shape[-3:])), "heads")
-        y = patch.add("MatMul", [joined, matrices], MatMulAttrs())
-        split = reshaped(patch, y, (heads, batch, rows, weight.shape[-1]))
-        return patch.add("Transpose", [split], TransposeAttrs((1, 0, 2, 3)))
-
-    return Match((op,), build)
-
-
-def _is_gathered(graph: Graph, op: Op) -> bool:
-    """Whether :func:`shifted_columns` will turn the columns of ``op`` into a view."""
-    user = graph.sole_user(op.value)
-    return (
-        user is not None and user.kind == "GatherElements" and isinstance(shifted_columns.function(graph, user), Match)
-    )
-
-
 class RelativePositions(RulePass):
     name = "relative_positions"
     sinks_first = True  # an axis is split before gathers become slices
-    rules = (split_leading, shifted_columns, padded_shift, heads_outside, consecutive_rows, scaled_view)
+    rules = (split_leading, shifted_columns, padded_shift, consecutive_rows, scaled_view)

@@ -24,7 +24,6 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.outer_products import outer_product
-from optdnn.passes.rules.sums_of_steps import sums_of_steps
 from optdnn.passes.support.facts import (
     RESHAPES,
     in_shape,
@@ -404,4 +403,4 @@ def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int)
 
 class RollScans(RulePass):
     name = "roll_scans"
-    rules = (outer_step, view_before_step, pointwise_scan, stacked_positions, sums_of_steps, last_state)
+    rules = (outer_step, view_before_step, pointwise_scan, stacked_positions, last_state)

@@ -1,8 +1,7 @@
-"""Separable attention: weighted sums over positions become products, and the parts of its projection are aligned for vector loads.
+"""Separable attention: the parts of its projection are aligned for vector loads. Sums of weighted pixels are products of rows.
 
 MobileViTV2 (Mehta and Rastegari, 2022) computes one channel of scores, then keys and values, by one convolution. In that order keys
-and values begin at the second element, and no kernel can load them in vectors. The keys are multiplied by the softmax of the scores
-over the positions, and summed. As a product of matrices, the multiplied keys are never stored.
+and values begin at the second element, and no kernel can load them in vectors.
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.channel_shuffles import PRECISIONS
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_to_last,
     exchange_last,
     integers,
-    ints,
     operand,
     producer,
     reshape_target,
     reshaped,
 )
 from optdnn.passes.support.image_views import is_image
-from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
 
 UNIT = 8
 """16-bit channels in one vector load."""
-LEAST = 16
-"""Fewest positions and channels of a sum: with fewer, most of a product's tile would be empty."""
 
 
 @rule("aligned_parts", {"Split"})
@@ -75,48 +68,6 @@ def _aligned(widths: list[int]) -> int:
     return sum(start % UNIT == 0 for start in itertools.accumulate(widths[:-1], initial=0))
 
 
-class WeightedSum(Rule):
-    """``sum(x * w, -1)`` of channels (B, C, P, N) and weights (B, 1, P, N) is ``w' x'``: (B, P, 1, N) times (B, P, N, C)."""
-
-    name = "weighted_sum"
-    kinds = frozenset({"ReduceSum"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        product = producer(graph, op.inputs[0], {"Mul"}, alone=True)
-        axes = ints(graph, op.input(1))
-        if product is None or axes is None or not op.attrs.keepdims or len(product.outputs[0].type.dims) != 4:
-            return None
-        found = _operands(graph, product)
-        if [normalize_axis(a, 4) for a in axes] != [3] or found is None:
-            return None
-        x, weights = found
-        _, channels, _, positions = graph.type(x).dims
-        if any(isinstance(n, int) and n < LEAST for n in (channels, positions)):
-            return Miss(f"it has fewer than {LEAST} channels or positions")
-        machine = TargetName.parse(context.target)
-        if context.precision not in PRECISIONS or not machine.on_gpu or (machine.arch or HOPPER) != HOPPER:
-            return Miss(f"products of two computed stacks are slower at {context.precision} on {context.target}")
-
-        def build(patch: Patch) -> Value:
-            left = patch.add("Transpose", [weights], TransposeAttrs((0, 2, 1, 3)))
-            right = patch.add("Transpose", [x], TransposeAttrs((0, 2, 3, 1)))
-            y = patch.add("MatMul", [left, right], MatMulAttrs())
-            return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
-
-        return Match((op, product), build)
-
-
-def _operands(graph: Graph, product: Op) -> tuple[Value, Value] | None:
-    """The factors of ``product``: channels, and a weight per position that all channels share. None for other products."""
-    dims = product.outputs[0].type.dims
-    for slot in (0, 1):
-        x, weights = operand(product, slot), operand(product, 1 - slot)
-        one = graph.type(weights).dims
-        if graph.type(x).dims == dims and len(one) == 4 and one == (dims[0], 1, *dims[2:]):
-            return x, weights
-    return None
-
-
 @rule("summed_pixels", {"MatMul"})
 def summed_pixels(graph: Graph, op: Op) -> Match | Miss | None:
     """``(B, 1, C, P) (B, 1, P, 1)`` of a flattened image becomes ``(B, 1, 1, P) (B, 1, P, C)``, with pixels as rows.
@@ -145,4 +96,4 @@ def summed_pixels(graph: Graph, op: Op) -> Match | Miss | None:
 
 class SeparableAttention(RulePass):
     name = "separable_attention"
-    rules = (aligned_parts, WeightedSum(), summed_pixels)
+    rules = (aligned_parts, summed_pixels)

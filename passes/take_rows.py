@@ -102,7 +102,7 @@ def take_rows_by_index(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     taken = _Selected(axis, operand(op, 1), shape[axis])
     moved = _operands(graph, source, taken)
-    if moved is None or source.kind == "Reshape":
+    if moved is None or source.kind in ("Reshape", "Transpose"):
         return None
     if graph.sole_user(source.value) is None:
         return Miss(f"{source.name} has readers of other rows")

@@ -161,7 +161,6 @@ class Traits:
     pointwise: bool = False
     """Each output element depends on the same (broadcast) element of each operand only."""
     commutative: bool = False
-    idempotent: bool = False
     monotone: bool = False
     """Non-decreasing in operand 0 (so it commutes with max pooling)."""
     movement: bool = False

@@ -268,7 +268,6 @@ DEFS: tuple[OpDef, ...] = (
         flops=2,
         tol=EXACT,
         monotone=True,
-        idempotent=True,
     ),
     define_pointwise(
         "Cast",
@@ -278,6 +277,5 @@ DEFS: tuple[OpDef, ...] = (
         onnx={"Cast": _import_cast, "CastLike": _import_cast_like},
         to_onnx=_export_cast,
         tol=EXACT,
-        idempotent=True,
     ),
 )

@@ -184,7 +184,7 @@ DEFS: tuple[OpDef, ...] = (
         same_type,
         symbolic=moved(),
         onnx={"Identity": simple_import("Identity"), "Dropout": _import_dropout, "Constant": _import_constant},
-        traits=Traits(pointwise=True, monotone=True, idempotent=True, movement=True),
+        traits=Traits(pointwise=True, monotone=True, movement=True),
     ),
     define_free(
         "EyeLike",

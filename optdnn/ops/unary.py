@@ -191,7 +191,7 @@ _SIGNED = "a signed numeric operand"
 
 DEFS: tuple[OpDef, ...] = (
     # Activations. Monotone only if every choice of attributes is.
-    _define("Relu", accepts=_SIGNED, tol=EXACT, monotone=True, idempotent=True),
+    _define("Relu", accepts=_SIGNED, tol=EXACT, monotone=True),
     _define("LeakyRelu", LeakyReluAttrs, accepts=_NUMERIC, flops=2),
     _define("Elu", AlphaAttrs, flops=3),
     _define("Selu", SeluAttrs, flops=4),
@@ -218,11 +218,11 @@ DEFS: tuple[OpDef, ...] = (
     _define("Shrink", ShrinkAttrs, accepts=_NUMERIC, flops=2, tol=EXACT),
     # Arithmetic.
     _define("Neg", accepts=_SIGNED, tol=EXACT),
-    _define("Abs", accepts=_NUMERIC, tol=EXACT, idempotent=True),
-    _define("Sign", accepts=_NUMERIC, tol=EXACT, monotone=True, idempotent=True),
-    _define("Ceil", tol=EXACT, monotone=True, idempotent=True),
-    _define("Floor", tol=EXACT, monotone=True, idempotent=True),
-    _define("Round", tol=EXACT, monotone=True, idempotent=True),
+    _define("Abs", accepts=_NUMERIC, tol=EXACT),
+    _define("Sign", accepts=_NUMERIC, tol=EXACT, monotone=True),
+    _define("Ceil", tol=EXACT, monotone=True),
+    _define("Floor", tol=EXACT, monotone=True),
+    _define("Round", tol=EXACT, monotone=True),
     _define("Reciprocal"),
     _define("Sqrt", monotone=True),
     _define("Exp", flops=4, monotone=True),

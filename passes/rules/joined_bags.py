@@ -1,6 +1,7 @@
 """Concatenated bags of rows of several tables become one Gather and one reduction (DLRM: Naumov et al., 2019).
 
-Each table has an input of its own with the numbers of its rows: (B, L) for bags of L rows, or (B) for one row.
+Each table has an input of its own with the numbers of its rows: (B, L) for bags of L rows, or (B) for one row. The numbers of
+single rows may also be columns of one tensor (DeepFM: Guo et al., 2017), which one Gather reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.tables_of_columns import takes_all_tables
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped, shape_of
 from optdnn.passes.support.paths import reshapes_before, value_before
-from optdnn.passes.support.tables import LEAST, MOST_BYTES, rows_of_tables
+from optdnn.passes.support.tables import LEAST, MOST_BYTES, column_of, columns_of, rows_of_tables
 from optdnn.types import INT64, Array, normalize_axis
 
 KINDS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
@@ -76,17 +77,11 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if sum(bag.table.nbytes for bag in run) > MOST_BYTES:
         return Miss("its tables are too large to be joined")
-    images, size, width = shape[0], run[0].size, run[0].table.shape[1]
+    images, width = shape[0], run[0].table.shape[1]
     part = (images, *(1,) * (len(shape) - 2), len(run) * width) if axis == len(shape) - 1 else (images, len(run), width)
 
     def build(patch: Patch) -> Value:
-        numbers = []
-        for bag in run:
-            index = reshaped(patch, bag.index, (images, 1, size))
-            numbers.append(
-                index if graph.type(bag.index).dtype == INT64 else patch.add("Cast", [index], CastAttrs(INT64))
-            )
-        rows = rows_of_tables(patch, patch.add("Concat", numbers, ConcatAttrs(1)), [bag.table for bag in run])
+        rows = rows_of_tables(patch, _indices(patch, run, images), [bag.table for bag in run])
         if run[0].kind:
             rows = patch.add(run[0].kind, [rows, integers(patch, [2], "axes")], ReduceAttrs(keepdims=False))
         shared = [(k, bag.ops[-1]) for k, bag in enumerate(run) if graph.use_count(bag.ops[-1].value) > 1]
@@ -98,6 +93,17 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
     covered = {x.id: x for x in (op, *(x for bag in run for x in bag.ops))}
     return Match(tuple(covered.values()), build)
+
+
+def _indices(patch: Patch, bags: Sequence[_Bag], images: int) -> Value:
+    """The indices of all bags, (B, K, size), or (B, K) of single rows by columns of one matrix."""
+    columns = [column_of(patch.graph, bag.index) for bag in bags if not bag.kind]
+    found = [c for c in columns if c is not None]
+    if len(found) == len(bags) and len({source for source, _ in found}) == 1:
+        return columns_of(patch, found[0][0], [number for _, number in found])
+    each = [reshaped(patch, bag.index, (images, 1, bag.size)) for bag in bags]
+    wide = [v if patch.type(v).dtype == INT64 else patch.add("Cast", [v], CastAttrs(INT64)) for v in each]
+    return patch.add("Concat", wide, ConcatAttrs(1))
 
 
 def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:

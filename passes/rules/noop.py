@@ -101,15 +101,6 @@ def no_op(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), lambda patch: x)
 
 
-@rule("idempotent")
-def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(f(x))`` is ``f(x)`` for an idempotent f (``Traits.idempotent``) with one operand and equal attributes."""
-    if not op.definition.traits.idempotent or len(op.inputs) != 1:
-        return None
-    inner = graph.op(operand(op))
-    return Match((op,), lambda patch: inner.value) if (inner.kind, inner.attrs) == (op.kind, op.attrs) else None
-
-
 @rule("known_choice", {"Where"})
 def known_choice(graph: Graph, op: Op) -> Match | None:
     """A selection by a constant mask that is true, or false, everywhere is an operand: a mask of padding without padding."""

@@ -228,22 +228,6 @@ def transpose_is_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     return _SYMBOLIC if target is None else Match((op,), lambda patch: reshaped(patch, x, target))
 
 
-@rule("gemm_transpose", {"Gemm"})
-def gemm_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Gemm absorbs a Transpose of operand 0 or 1 into ``transA`` or ``transB``."""
-    for slot, flag in ((0, "transA"), (1, "transB")):
-        inner = producer(graph, op.inputs[slot], {"Transpose"})
-        if inner is None or inner.attrs.perm != (1, 0) or (slot == 0 and op.attrs.prologue):
-            continue
-        return Match((op, inner), partial(_reading_transposed, op, inner, slot, flag))
-    return None
-
-
-def _reading_transposed(op: Op, inner: Op, slot: int, flag: str, patch: Patch) -> Value:
-    inputs = [inner.inputs[0] if i == slot else v for i, v in enumerate(op.inputs)]
-    return patch.add("Gemm", inputs, replace(op.attrs, **{flag: not getattr(op.attrs, flag)}))
-
-
 @rule("kept_axes", {"Reshape", "Unsqueeze"})
 def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
     """A reduction keeps its axes if a Reshape adds them again: ``x.mean(1).unsqueeze(1)``.

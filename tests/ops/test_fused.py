@@ -235,13 +235,6 @@ def test_only_monotone_operators_are_called_so() -> None:
     assert not [k for k in falling if OPDEFS[k].traits.monotone]
 
 
-@pytest.mark.parametrize("kind", [k for k, d in OPDEFS.items() if d.traits.idempotent and k in UNARY])
-def test_idempotent(kind: str) -> None:
-    (once,) = run_kernel(kind, [GRID], plain_attrs(OPDEFS[kind], OPDEFS[kind].attrs()))
-    (twice,) = run_kernel(kind, [once], plain_attrs(OPDEFS[kind], OPDEFS[kind].attrs()))
-    assert np.array_equal(once, twice)
-
-
 @pytest.mark.parametrize("kind", [k for k, d in OPDEFS.items() if d.traits.commutative])
 def test_commutative(kind: str) -> None:
     t = next(t for t in (FP32, INT64, BOOL) if _accepts(kind, 2, tensor(t, 2)))

@@ -190,13 +190,6 @@ def test_non_negative_looks_at_paddings_and_products() -> None:
     check_untouched(CANON, n.done(n.op("Relu", bad)))
 
 
-@pytest.mark.parametrize("kind", ["Floor", "Abs", "Sign"])
-def test_idempotent_ops(kind: str) -> None:
-    n = Net()
-    x = n.op("Mul", n.input(2, 3), 3.5)
-    check_pass(CANON, n.done(n.op(kind, n.op(kind, x))), changes=1, kinds={kind: 1, "Mul": 1}, rules={"idempotent": 1})
-
-
 def test_unused_indices_of_a_max_pool() -> None:
     n = Net()
     attrs = MaxPoolAttrs((2, 2), (2, 2), (0,) * 4, (1, 1), indices=True)

@@ -9,7 +9,6 @@ from support.net import Net
 from support.quantized_nets import QNet
 from test_canonicalize import CANON, NCHW, NHWC, M, N, shape_of, transpose
 
-from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -45,13 +44,6 @@ def test_a_transpose_that_moves_more_is_not() -> None:
 def test_a_transpose_that_moves_two_symbols_past_single_points_is_refused() -> None:
     n = Net()
     check_refused(CANON, n.done(transpose(n, n.input(1, N, M), 1, 2, 0)), because="more than one symbolic dimension")
-
-
-def test_gemm_reads_operands_transposed() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(5, 2), 1, 0), transpose(n, n.input(4, 5, name="b"), 1, 0)
-    graph, _ = check_pass(CANON, n.done(n.op("Gemm", a, b)), changes=2, kinds={"Gemm": 1}, rules={"gemm_transpose": 2})
-    assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(transA=True, transB=True)
 
 
 def test_transposes_meet_across_pointwise_ops() -> None:

@@ -12,10 +12,9 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
-from optdnn.passes.support.facts import operand
 from optdnn.passes.support.views import View, groups
 
 
@@ -447,34 +446,3 @@ def test_a_norm_of_rows_of_unknown_number_stays_in_front() -> None:
     y = n.op("Reshape", n.op("LayerNormalization", y, n.positive(6)), n.ints(-1, 6))
     graph = n.done(n.op("MatMul", y, n.random(6, 4)))
     check_refused(HoistViews(), graph, because="its sizes are not known", rule="flat_rows_before_norm")
-
-
-def norm_of_exchanged(*perm: int, reader: str = "Relu", kind: str = "GroupNormalization") -> Graph:
-    n = Net(np.float64)
-    x = transposed(n, n.input(2, 5, 7, 8), *perm)
-    channels = (2, 5, 7, 8)[perm[1]]
-    attrs = GroupNormAttrs(1) if kind == "GroupNormalization" else None
-    y = n.op(kind, x, n.random(channels), n.random(channels), attrs=attrs)
-    return n.done(n.conv(y, 4, 1, pads=0) if reader == "Conv" else n.op(reader, y))
-
-
-@pytest.mark.parametrize("kind", ["GroupNormalization", "InstanceNormalization"])
-def test_a_norm_computes_before_positions_are_exchanged(kind: str) -> None:
-    """The norm between the two paths of SepFormer."""
-    graph, _ = check_pass(
-        HoistViews(), norm_of_exchanged(0, 3, 2, 1, kind=kind), changes=1, kinds={kind: 1, "Relu": 1, "Transpose": 2}
-    )
-    assert [op.attrs.perm for op in graph.of_kind("Transpose")] == [(0, 3, 1, 2), (0, 1, 3, 2)]
-    graph, _ = check_pass(
-        HoistViews(), norm_of_exchanged(0, 1, 3, 2, kind=kind), changes=1, kinds={kind: 1, "Relu": 1, "Transpose": 1}
-    )
-    assert graph.op(operand(graph.of_kind(kind)[0])).kind == "Input"
-
-
-@pytest.mark.parametrize("perm", [(0, 3, 1, 2), (1, 0, 3, 2)])
-def test_other_transposes_before_a_norm_stay(perm: tuple[int, ...]) -> None:
-    check_untouched(HoistViews(), norm_of_exchanged(*perm))
-
-
-def test_positions_that_a_convolution_reads_are_exchanged_before_the_norm() -> None:
-    check_refused(HoistViews(), norm_of_exchanged(0, 3, 2, 1, reader="Conv"), because="read in this order of axes")

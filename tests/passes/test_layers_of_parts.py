@@ -46,18 +46,17 @@ SIZES = {"Gemm": (6,), "MatMul": (3, 6), "Conv": (3, 4, 6), "ConvTranspose": (3,
 
 
 def frames(
-    kind: str, *, axis: int = 1, backward: bool = False, count: int = COUNT, after: Layer | None = None, joined: bool = False,
-    items: int = ITEMS,
+    kind: str, *, axis: int = 1, backward: bool = False, count: int = COUNT, after: Layer | None = None,
 ) -> Graph:  # fmt: skip
     """A layer for each frame of a video, whose frames lie along ``axis``. ``after``: what follows each layer."""
     n = Net()
     sizes = list(SIZES[kind])
-    x = n.op("Abs", n.input(*([items, count] if axis else [count, items]), *sizes))
+    x = n.op("Abs", n.input(*([ITEMS, count] if axis else [count, ITEMS]), *sizes))
     call, found = layer(n, kind, sizes[-1]), list[Value]()
     for t in reversed(range(count)) if backward else range(count):
         y = call(n, n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(axis)))
         found.append(y if after is None else after(n, y))
-    return n.done(n.op("Concat", *found, attrs=ConcatAttrs(1))) if joined else n.done(*found)
+    return n.done(*found)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -153,17 +152,6 @@ def test_operators_that_differ_stay() -> None:
 
     _, report = check_pass(PASS, frames("Conv", after=after), changes=1)
     assert "the operators on the other parts differ" in {r.reason for r in report.refused}
-
-
-@pytest.mark.parametrize(
-    ("axis", "items", "changes"), [(None, 1, 2), (None, 2, 2), (0, 1, 3), (0, 2, 2), (1, 1, 3), (1, 2, 3)]
-)
-def test_a_concat_of_all_parts_is_a_view(axis: int | None, items: int, changes: int) -> None:
-    """``axis``: an axis of one element that each part gets before the Concat. Only one in front of several items stays there."""
-    view = None if axis is None else lambda n, x: n.op("Unsqueeze", x, n.ints(axis))
-    graph, _ = check_pass(PASS, frames("Gemm", after=view, joined=True, items=items), changes=changes)
-    assert not graph.of_kind("Split")
-    assert not graph.of_kind("Concat")
 
 
 def test_layers_after_layers() -> None:

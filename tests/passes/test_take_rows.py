@@ -140,6 +140,9 @@ def test_rows_by_index_that_stay() -> None:
     y = n.op("Relu", n.input(1, 6, 8))
     check_untouched(TakeRows(), n.done(best(n, y, axis=2)))
     n = Net(np.float64)
+    y = n.op("Transpose", n.input(1, 8, 6), attrs=TransposeAttrs((0, 2, 1)))  # a Gather of columns would copy as much
+    check_untouched(TakeRows(), n.done(best(n, y)))
+    n = Net(np.float64)
     y = n.op("Relu", n.input(1, 6, 8))
     check_refused(TakeRows(), n.done(best(n, y), n.op("Exp", y)), because="has readers of other rows")
     n = Net(np.float64)
