@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from optdnn.dim import Dim, Symbol
 from optdnn.errors import InternalError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value, known_shape, sharper
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
-from optdnn.types import Array, TensorType
+from optdnn.types import Array, Shape, TensorType
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Applied:
 def _sources(ops: Iterable[Op]) -> frozenset[str]:
     """The provenance of several ops."""
     return frozenset[str]().union(*(op.src for op in ops))
+
+
+def _symbols(shape: Shape | None) -> frozenset[Symbol]:
+    """The symbols of a shape."""
+    return frozenset[Symbol]().union(*(d.symbols() for d in shape or () if isinstance(d, Dim)))
 
 
 class Patch:
@@ -115,18 +121,18 @@ class Patch:
         for op in self._new.values():
             self.graph.insert(op)
         touched: set[int] = set()
-        sharper: set[int] = set()
+        again = self._named_before()
         for old, new in self._replaced.items():
             users = {u.op for u in self.graph.uses(old)}
             touched |= users
             if self._sharpens(old, new):
-                sharper |= users
+                again |= users
             name = self.graph.output(old).name
             self.graph.replace_uses(old, new)
             if new.op in self._new:
                 self.graph.rename(new, name)
-        if sharper:
-            touched.update(self.graph.refresh(sharper))
+        if again:
+            touched.update(self.graph.refresh(again))
         removed = self.graph.remove_dead(
             {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
         )
@@ -144,6 +150,31 @@ class Patch:
                 if op.kind != "Constant":
                     self.graph.set_op(replace(op, src=op.src | lost))
         return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
+
+    def _named_before(self) -> set[int]:
+        """Ops that make a symbol for a size get that of the value that they replace; returns the new ops that read them.
+
+        So the positions of one mask instead of another, for example, have the size that all readers know."""
+        readers: set[int] = set()
+        for old, new in self._replaced.items():
+            made = self._new.get(new.op)
+            if made is None or self.type(new).is_static or not self._makes_symbol(made, new.port):
+                continue
+            op, out = self.graph.op(new), self.graph.output(new)
+            shape = sharper(out.type.shape, self.graph.type(old).shape, frozenset(self.graph.symbols()))
+            if shape is not None and shape != out.type.shape:
+                outputs = list(op.outputs)
+                outputs[new.port] = replace(out, type=out.type.with_shape(shape))
+                self.graph.set_op(replace(op, outputs=tuple(outputs)))
+                readers |= {u.op for u in self.graph.uses(new)}
+        return readers
+
+    def _makes_symbol(self, op: Op, port: int) -> bool:
+        """Whether a size of a result has a symbol that no operand has."""
+        own = _symbols(op.outputs[port].type.shape)
+        known = [known_shape(k) for v in op.inputs if (k := self.known(v)) is not None and k.dtype == object]
+        given = [*(self.type(v).shape for v in op.inputs if v is not None), *known]
+        return not own <= frozenset[Symbol]().union(*map(_symbols, given))
 
     def _sharpens(self, old: Value, new: Value) -> bool:
         """Whether more is known of the new value than of the old one, so that its users may infer more."""
