@@ -27,7 +27,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.support.facts import integers, operand
+from optdnn.passes.support.facts import integers, operand, sliced
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
 from optdnn.types import INT64, normalize_axis
 
@@ -209,11 +209,11 @@ def _build(patch: Patch, part: _Part) -> None:
     whole = {v: x.add_to(patch) for v, x in found.items()}
     shape = ShapeAttrs(axis, axis + 1)
     number = found[first].number(patch) if first in found else patch.add("Shape", [first], shape, src=asked)
-    cut = {rows.per for v, rows in given.items() if v not in whole}
+    cut = {rows.per for v, rows in given.items() if v not in whole and part.graph.op(v).kind != "NonMaxSuppression"}
     sources = {per: _sources(patch, number, per, most) for per in sorted(cut)}
     new: dict[Value, Value] = {}
     for value, rows in given.items():
-        new[value] = whole[value] if value in whole else _padded(patch, value, rows, sources[rows.per])
+        new[value] = whole[value] if value in whole else _padded(patch, value, rows, sources.get(rows.per))
     for r in part.ops:
         operands = dict(new)
         indices = r.op.input(1)
@@ -293,13 +293,21 @@ def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
     return graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
 
-def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
-    """``value`` padded by its own rows, repeated; zeros if it has no rows."""
+def _padded(patch: Patch, value: Value, rows: Rows, source: Value | None) -> Value:
+    """``value`` padded by its own rows, repeated; zeros if it has no rows. Kept boxes are padded by the first box."""
+    if patch.graph.op(value).kind == "NonMaxSuppression":
+        return _with_first_box(patch, value, bounds(patch.type(value).dims[0])[1])
     t, src = patch.type(value), patch.graph.op(value).src
     shape = [1 if i == rows.axis else d for i, d in enumerate(t.dims)]
     spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
     some = patch.add("Concat", [value, spare], ConcatAttrs(rows.axis), src=src)
     return patch.add("Gather", [some, source], GatherAttrs(rows.axis), src=src)
+
+
+def _with_first_box(patch: Patch, value: Value, most: int) -> Value:
+    """A suppression's result (n, 3) with ``most`` rows: others name the first box of the first class and image."""
+    src, none = patch.graph.op(value).src, patch.constant(np.zeros((most, 3), np.int64), "first")
+    return sliced(patch, patch.add("Concat", [value, none], ConcatAttrs(0), src=src), 0, most, 0)
 
 
 def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> Value:

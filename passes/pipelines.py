@@ -183,6 +183,7 @@ O2_GPU: tuple[Pass, ...] = (
     TreeLeaves(),  # when sums are additions; before fusions, which would take the functions of a tree's result
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
+    MaskedRows(),  # again: selections among padded rows (R-CNN: detections of the best regions)
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
     LongTopK(),  # after MaskedRows, whose selections are from all scores
     FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps
