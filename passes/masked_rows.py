@@ -9,9 +9,11 @@ Further rules of this pass:
 - ``passes/rules/mask_positions.py``: the sum of a mask is the number of its positions (PyTorch's ``y[mask] = f(x[mask])``).
 - ``passes/rules/class_loops.py``: a loop over classes that selects the best boxes of each class (SSD) becomes one selection.
 - ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
+- ``passes/rules/best_selected.py``: the best of the boxes that suppressions keep.
 - ``passes/rules/nested_selections.py``: detectors select boxes by their size, then by their scores.
 - ``passes/rules/masked_boxes.py``: detectors suppress boxes that a mask selects.
 - ``passes/rules/taken_last.py``: arithmetic on the boxes that a suppression keeps is done for all boxes.
+- ``passes/rules/first_rows.py``: rows that are filled up to a known number.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
 - ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
 - ``passes/rules/rows_in_order.py``: features of pictures take the places of picture tokens.
@@ -31,9 +33,11 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.best_rows import best_rows
+from optdnn.passes.rules.best_selected import best_selected
 from optdnn.passes.rules.bounded_keys import bounded_keys
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
+from optdnn.passes.rules.first_rows import first_rows_count, first_rows_filled
 from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, uncut, unrepeated
 from optdnn.passes.rules.masked_boxes import best_boxes, masked_boxes
 from optdnn.passes.rules.masked_sums import masked_sums
@@ -185,11 +189,14 @@ class MaskedRows(RulePass):
         expand_to_positions,
         best_of_classes,
         best_rows,
+        best_selected,
         masked_rows,
         rows_in_order,
         nested_selections,
         best_boxes,
         masked_boxes,
+        first_rows_count,
+        first_rows_filled,
         taken_last,
         masked_sums,
         masked_writes,

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from optdnn.dim import Dim, Symbol
+from optdnn.dim import Dim, DimLike, Symbol, bounds
 from optdnn.errors import InternalError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value, known_shape, sharper
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value, known_shape
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
 from optdnn.types import Array, Shape, TensorType
 
@@ -36,6 +36,17 @@ def _sources(ops: Iterable[Op]) -> frozenset[str]:
 def _symbols(shape: Shape | None) -> frozenset[Symbol]:
     """The symbols of a shape."""
     return frozenset[Symbol]().union(*(d.symbols() for d in shape or () if isinstance(d, Dim)))
+
+
+def _is_named(a: DimLike, b: DimLike, fresh: frozenset[Symbol]) -> bool:
+    """Whether the size ``b`` has a new symbol, and is not known better than ``a``."""
+    return isinstance(a, Dim) and isinstance(b, Dim) and bool(b.symbols() & fresh) and bounds(a)[1] <= bounds(b)[1]
+
+
+def _with_shape(op: Op, port: int, shape: Shape) -> Op:
+    """The op with another shape of a result."""
+    outputs = [replace(o, type=o.type.with_shape(shape)) if i == port else o for i, o in enumerate(op.outputs)]
+    return replace(op, outputs=tuple(outputs))
 
 
 class Patch:
@@ -121,7 +132,8 @@ class Patch:
         for op in self._new.values():
             self.graph.insert(op)
         touched: set[int] = set()
-        again = self._named_before()
+        self._name_sizes()
+        again, sizes = set[int](), self._known_sizes()
         for old, new in self._replaced.items():
             users = {u.op for u in self.graph.uses(old)}
             touched |= users
@@ -133,6 +145,8 @@ class Patch:
                 self.graph.rename(new, name)
         if again:
             touched.update(self.graph.refresh(again))
+        if sizes:
+            touched.update(self.graph.set_sizes(sizes))
         removed = self.graph.remove_dead(
             {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
         )
@@ -151,30 +165,43 @@ class Patch:
                     self.graph.set_op(replace(op, src=op.src | lost))
         return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
 
-    def _named_before(self) -> set[int]:
-        """Ops that make a symbol for a size get that of the value that they replace; returns the new ops that read them.
+    def _name_sizes(self) -> None:
+        """An op that makes a symbol for a size gets that of the value that it replaces.
 
-        So the positions of one mask instead of another, for example, have the size that all readers know."""
-        readers: set[int] = set()
+        So the positions of one mask instead of another have the size that all readers know."""
+        readers = set[int]()
         for old, new in self._replaced.items():
-            made = self._new.get(new.op)
-            if made is None or self.type(new).is_static or not self._makes_symbol(made, new.port):
+            before, after, made = self.graph.type(old).shape, self.type(new).shape, self._new.get(new.op)
+            if made is None or before == after or before is None or after is None:
                 continue
-            op, out = self.graph.op(new), self.graph.output(new)
-            shape = sharper(out.type.shape, self.graph.type(old).shape, frozenset(self.graph.symbols()))
-            if shape is not None and shape != out.type.shape:
-                outputs = list(op.outputs)
-                outputs[new.port] = replace(out, type=out.type.with_shape(shape))
-                self.graph.set_op(replace(op, outputs=tuple(outputs)))
+            fresh = _symbols(after) - self._given(made)
+            shape = tuple(a if _is_named(a, b, fresh) else b for a, b in zip(before, after, strict=True))
+            if shape != after:
+                self.graph.set_op(_with_shape(self.graph.op(new), new.port, shape))
                 readers |= {u.op for u in self.graph.uses(new)}
-        return readers
+        self.graph.refresh(readers)
 
-    def _makes_symbol(self, op: Op, port: int) -> bool:
-        """Whether a size of a result has a symbol that no operand has."""
-        own = _symbols(op.outputs[port].type.shape)
+    def _known_sizes(self) -> dict[str, DimLike]:
+        """The symbols that only a replaced op makes, and the expressions of the new value.
+
+        A loop's result has as many rows as those that it reads, for example."""
+        found = dict[str, DimLike]()
+        for old, new in self._replaced.items():
+            before, after = self.graph.type(old).shape, self.graph.type(new).shape
+            if new.op not in self._new or before == after or before is None or after is None:
+                continue
+            own, inputs = _symbols(before) - self._given(self.graph.op(old)), self.graph.symbols()
+            for a, b in zip(before, after, strict=True):
+                lone = next((s for s in own if s.name not in inputs and a == Dim((((s,), 1),))), None)
+                if lone is not None and isinstance(b, Dim) and lone not in b.symbols():
+                    found[lone.name] = b
+        return found
+
+    def _given(self, op: Op) -> frozenset[Symbol]:
+        """The symbols of an op's operands, their sizes and their known values."""
         known = [known_shape(k) for v in op.inputs if (k := self.known(v)) is not None and k.dtype == object]
         given = [*(self.type(v).shape for v in op.inputs if v is not None), *known]
-        return not own <= frozenset[Symbol]().union(*map(_symbols, given))
+        return frozenset[Symbol]().union(*map(_symbols, given))
 
     def _sharpens(self, old: Value, new: Value) -> bool:
         """Whether more is known of the new value than of the old one, so that its users may infer more."""

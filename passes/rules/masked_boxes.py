@@ -13,13 +13,11 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, VIEWS, integers, ints, non_negative, operand, scalar, sliced
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, scalar, sliced
+from optdnn.passes.support.lower_bounds import has_lower_bound, level_of
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.rows import chosen_by
 from optdnn.passes.support.selected_rows import SelectedRows, count_of
-
-_TAKES = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "TopK", *VIEWS})
-"""Kinds that take elements of operand 0."""
 
 
 @rule("masked_boxes", {"NonMaxSuppression"})
@@ -84,6 +82,7 @@ def best_boxes(graph: Graph, op: Op) -> Match | None:
     def build(patch: Patch) -> None:
         number = integers(patch, [most], "most")
         best = patch.add("NonMaxSuppression", [*op.inputs[:2], number, *op.inputs[3:]], op.attrs)
+        patch.replace(op.value, best)
         for cut, end, views in cuts:
             x = best
             for view in views:
@@ -132,7 +131,7 @@ def _threshold(graph: Graph, op: Op) -> float | None:
         return None
     mask, scores = found
     compared = graph.op(mask)
-    levels = [_level(graph, mask, scores) if compared.kind in ("Greater", "Less") else None]
+    levels = [level_of(graph, mask, scores) if compared.kind in ("Greater", "Less") else None]
     levels += [scalar(graph, op.input(4))] if op.input(4) is not None else []
     return None if None in levels else max(level for level in levels if level is not None)
 
@@ -144,41 +143,10 @@ def _compared(graph: Graph, op: Op) -> tuple[Value, Value] | None:
     return None if chooser is None else (operand(chooser), operand(gather))
 
 
-def _level(graph: Graph, mask: Value, x: Value) -> float | None:
-    """A finite number that elements of ``x`` reach where ``mask`` holds; None if the mask does not say so."""
-    op = graph.op(mask)
-    if op.kind == "And":
-        levels = [_level(graph, operand(op, slot), x) for slot in range(2)]
-        return next((level for level in levels if level is not None), None)
-    if op.kind not in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual"):
-        return None
-    over, least = (operand(op, i) for i in ((0, 1) if op.kind.startswith("Greater") else (1, 0)))
-    level = scalar(graph, least)
-    return level if over == x and level is not None and np.isfinite(level) else None
-
-
 def _finite_scores(graph: Graph, op: Op) -> bool:
     """Whether no selected score is minus infinity (NaN aside)."""
     found = _compared(graph, op)
-    return (found is not None and _level(graph, *found) is not None) or _finite(graph, operand(op, 1))
-
-
-def _finite(graph: Graph, value: Value) -> bool:
-    """Whether no element is minus infinity (NaN aside)."""
-    known, op = graph.constant_value(value), graph.op(value)
-    if known is not None:
-        return not bool(np.isneginf(known.astype(np.float64)).any())
-    if non_negative(graph, value):
-        return True
-    if op.kind in _TAKES and not value.port:
-        return _finite(graph, operand(op))
-    if op.kind in ("Concat", "Max"):
-        return all(_finite(graph, v) for v in op.inputs if v is not None)
-    if op.kind != "Where":
-        return False
-    chosen = operand(op, 1)
-    above = _level(graph, operand(op), chosen) is not None
-    return (above or _finite(graph, chosen)) and _finite(graph, operand(op, 2))
+    return (found is not None and level_of(graph, *found) is not None) or has_lower_bound(graph, operand(op, 1))
 
 
 def _picked(graph: Graph, op: Op) -> list[Op] | Miss:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TypeAlias
 
 import numpy as np
 
-from optdnn.dim import Dim, bounds, floordiv
+from optdnn.dim import INF, Dim, bounds, floordiv
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.shape import ReshapeAttrs
-from optdnn.passes.support.facts import integers, ints, operand, reshaped
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
+from optdnn.passes.support.facts import integers, ints, operand, reshaped, sliced
 from optdnn.passes.support.rows import RowOp, by_number, chosen_by, copy_of, row_op
-from optdnn.types import BOOL, normalize_axis
+from optdnn.types import BOOL, INT64, normalize_axis
 
 MOST_ELEMENTS = 1 << 28
 """Largest number of elements of a value with all rows."""
@@ -30,7 +32,7 @@ MOST_ELEMENTS = 1 << 28
 class Part:
     """Neighboring rows: those that ``mask`` selects of ``rows`` rows, the first ``first`` ones, or all (neither is given).
 
-    ``number``: a vector that holds ``first`` times ``per``.
+    ``number``: a vector that holds ``first`` times ``per``; or ``kept``: a suppression's result of ``first`` rows.
     """
 
     rows: int
@@ -38,14 +40,26 @@ class Part:
     first: Dim | None = None
     number: Value | None = field(default=None, compare=False)
     per: int = field(default=1, compare=False)
+    kept: Value | None = field(default=None, compare=False)
+
+    def count(self, patch: Patch) -> Value:
+        """The number of selected rows times ``per``: int64 [1]."""
+        if self.kept is not None:
+            return patch.add("Shape", [self.kept], ShapeAttrs(0, 1), src=patch.graph.op(self.kept).src)
+        if self.number is not None:
+            return self.number
+        if self.mask is None:
+            return integers(patch, [self.rows], "count")
+        ones = patch.add("Cast", [self.flags(patch, 1)], CastAttrs(INT64))
+        return patch.add("ReduceSum", [ones, integers(patch, [0], "axis")], ReduceAttrs(keepdims=True))
 
     def flags(self, patch: Patch, entries: int) -> Value:
         """Whether each row is selected, for each of its ``entries``: bool [rows * entries]."""
-        if self.mask is None and self.number is None:
+        if self.mask is None and self.first is None:
             return patch.constant(np.ones(self.rows * entries, np.bool_), "there")
         if self.mask is None:
             places = np.repeat(self.per * np.arange(self.rows), entries)
-            return patch.add("Less", [patch.constant(places, "places"), self.number])
+            return patch.add("Less", [patch.constant(places, "places"), self.count(patch)])
         known = self.mask
         if patch.type(known).dtype != BOOL:
             known = patch.add("Cast", [known], CastAttrs(BOOL))
@@ -74,11 +88,12 @@ def without_factor(count: Dim) -> Dim:
 class SelectedRows:
     """The operators that compute rows that masks select.
 
-    ``axes``: the fewest axes of a mask whose positions these operators may read.
+    ``axes``: the fewest axes of a mask whose positions these operators may read. ``kept``: the rows of a suppression's result are
+    selected rows, too.
     """
 
-    def __init__(self, graph: Graph, axes: int = 2) -> None:
-        self.graph, self.axes = graph, axes
+    def __init__(self, graph: Graph, axes: int = 2, *, kept: bool = False) -> None:
+        self.graph, self.axes, self.kept = graph, axes, kept
         self.members: list[tuple[Op, RowOp | None]] = []
         """The operators, in topological order. None stands for a Concat of rows, or an operator that selects rows."""
         self.leaves: dict[int, Part] = {}
@@ -102,7 +117,7 @@ class SelectedRows:
                 continue
             inside.add(op.id)
             chooser = _selection(self.graph, op) or self._positions(op)
-            first = _first_rows(self.graph, op)
+            first = first_rows(self.graph, op) or (_kept_rows(op) if self.kept else None)
             if chooser is not None:
                 mask = operand(chooser)
                 self.leaves[op.id] = Part(math.prod(self.graph.type(mask).static_shape), mask)
@@ -205,12 +220,20 @@ class SelectedRows:
             elif op.kind == "NonZero":
                 dims = self.graph.type(operand(op)).static_shape
                 new[op.value] = patch.constant(np.indices(dims).reshape(len(dims), -1), "positions")
+            elif op.kind == "NonMaxSuppression":
+                new[op.value] = with_first_box(patch, op.value)
             elif op.id in self.leaves:
                 new[op.value] = operand(op)
             else:
                 given = [new.get(v, v) for v in op.inputs if v is not None]
                 new[op.value] = patch.add("Concat", given, op.attrs, src=op.src)
         return new
+
+    def number(self, patch: Patch, count: Dim) -> Value:
+        """The number of selected rows: int64 [1]."""
+        numbers = [(part.count(patch), part.per) for part in self.parts[count]]
+        rows = [x if per == 1 else patch.add("Div", [x, integers(patch, [per], "per")]) for x, per in numbers]
+        return reduce(lambda a, b: patch.add("Add", [a, b]), rows)
 
     def mask(self, patch: Patch, value: Value) -> Value:
         """Whether each row is selected, as booleans with an axis for each axis of ``value``."""
@@ -224,6 +247,21 @@ class SelectedRows:
             return flag
         shape = integers(patch, [-1 if d == entries else 1 for d in dims], "shape")
         return patch.add("Reshape", [flag, shape], ReshapeAttrs())
+
+
+def with_first_box(patch: Patch, kept: Value) -> Value:
+    """A suppression's result with as many rows as it can have: others name the first box of the first class and image."""
+    most = bounds(patch.type(kept).dims[0])[1]
+    none = patch.constant(np.zeros((most, 3), np.int64), "first")
+    whole = patch.add("Concat", [kept, none], ConcatAttrs(0), src=patch.graph.op(kept).src)
+    return sliced(patch, whole, 0, most, 0)
+
+
+def _kept_rows(op: Op) -> Part | None:
+    """The rows of a suppression's result, if their number has a bound; else None."""
+    count = op.outputs[0].type.dims[0] if op.kind == "NonMaxSuppression" else None
+    most = bounds(count)[1] if isinstance(count, Dim) else INF
+    return Part(most, None, count, kept=op.value) if isinstance(count, Dim) and most < INF else None
 
 
 def _selection(graph: Graph, op: Op) -> Op | None:
@@ -244,7 +282,7 @@ def _selection(graph: Graph, op: Op) -> Op | None:
     return chooser if isinstance(rows, int) and graph.type(operand(op)).dims[axis] == rows else None
 
 
-def _first_rows(graph: Graph, op: Op) -> Part | None:
+def first_rows(graph: Graph, op: Op) -> Part | None:
     """The rows of a Slice of the first rows of a tensor of known sizes, if their number is not negative; else None."""
     if op.kind != "Slice" or not graph.type(operand(op)).is_static or op.input(3) is None:
         return None
