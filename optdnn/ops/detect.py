@@ -203,7 +203,7 @@ def _cost_nms(call: Call, result: Result) -> Cost:
     boxes, limit = extent(call.type(0).dims[1]), call.ints(2) if call.has(2) else None
     if call.has(4):
         boxes = -(-boxes // 64)
-    kept = min(boxes, max(limit[0], 1)) if limit else boxes
+    kept = min(boxes, extent(*limit[:1])) if limit else boxes
     return Cost(10 * boxes * kept * extent(*call.type(1).dims[:2]))
 
 
