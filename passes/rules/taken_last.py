@@ -13,7 +13,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import VIEWS, integers, operand
 from optdnn.passes.support.rows import RowOp, by_number, copy_of, elements_with, row_op
-from optdnn.passes.support.selected_rows import count_of, first_rows
+from optdnn.passes.support.selected_rows import count_of, first_rows, reads_elsewhere
 from optdnn.types import normalize_axis
 
 MOST_ELEMENTS = 1 << 20
@@ -73,7 +73,7 @@ def _region(graph: Graph, end: Op, count: DimLike) -> tuple[list[RowOp], list[Op
             leaves[op.id] = op
             continue
         found = row_op(graph, op, count) if op.pointwise or op.kind in _CHEAP else None
-        if found is None or by_number(found):
+        if found is None or by_number(found) or reads_elsewhere(found):
             return None
         inside[op.id] = found
         given = [v for v, rows in zip(op.inputs, found.operand_rows, strict=True) if v is not None and rows is None]

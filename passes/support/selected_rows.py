@@ -28,6 +28,10 @@ MOST_ELEMENTS = 1 << 28
 """Largest number of elements of a value with all rows."""
 
 
+_FINDS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Range", "Shape"})
+"""Kinds that return positions, or numbers of elements."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Neighboring rows: those that ``mask`` selects of ``rows`` rows, the first ``first`` ones, or all (neither is given).
@@ -164,6 +168,8 @@ class SelectedRows:
             if made is None or by_number(made):
                 return refusal
             found = self.parts.get(count)
+            if any(part.number is not None for part in found or ()) and reads_elsewhere(made):
+                return f"{op.name} ({op.kind}) may read positions that do not exist for other rows"
         if found is None:
             return refusal
         if self.parts.setdefault(count, found) != found:
@@ -247,6 +253,25 @@ class SelectedRows:
             return flag
         shape = integers(patch, [-1 if d == entries else 1 for d in dims], "shape")
         return patch.add("Reshape", [flag, shape], ReshapeAttrs())
+
+
+def reads_elsewhere(r: RowOp) -> bool:
+    """Whether an operator gathers by numbers from the network's inputs, which may be valid in the selected rows alone.
+
+    Any position that a TopK, a NonZero or a suppression finds may be among the selected rows, so all of them are valid."""
+    if r.op.kind not in ("Gather", "GatherND", "GatherElements") or r.operand_rows[1] is None:
+        return False
+    left, seen = [operand(r.op, 1)], set[Value]()
+    while left:
+        value = left.pop()
+        op = r.graph.op(value)
+        if op.kind == "Input":
+            return True
+        found = op.kind in _FINDS or (op.kind == "TopK" and value.port == 1)
+        if value not in seen and not found:
+            left += [v for v in op.inputs if v is not None]
+        seen.add(value)
+    return False
 
 
 def with_first_box(patch: Patch, kept: Value) -> Value:

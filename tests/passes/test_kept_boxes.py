@@ -152,6 +152,29 @@ def test_rows_that_are_not_the_first_stay() -> None:
     check_untouched(MaskedRows(), text.replace("float[12,4] filled", "float[m,4] filled"), GPU)
 
 
+LOOKED_UP = """<ir_version: 9, opset_import: ["": 18]>
+g (float[9,4] x, int64[9] ids, float[9] mask) => (OUT)
+<int64[1] start = {0}, float two = {2}>
+{ chosen = NonZero(mask) n = Shape<start = 1>(chosen) some = Slice(ids, start, n, start) rows = Gather(x, some) REST }"""
+
+
+@pytest.mark.parametrize(
+    ("out", "rest"),
+    [
+        ("float[4] y", "y = ReduceMax<keepdims = 0>(rows, start)"),
+        ("float[m,4] y", "wide = Mul(rows, two) y = Exp(wide)"),
+    ],
+)
+def test_numbers_that_only_the_first_rows_have(out: str, rest: str) -> None:
+    """The numbers behind the first ones may be no rows."""
+    text = LOOKED_UP.replace("OUT", out).replace("REST", rest)
+    graph = from_text(text)
+    assert MaskedRows()(graph, GPU).changes == 0
+    found = "_, places = TopK<axis = 0>(mask, nine) some = Slice(places,"
+    text = text.replace("some = Slice(ids,", found).replace("int64[1] start", "int64[1] nine = {9}, int64[1] start")
+    assert MaskedRows()(from_text(text), GPU).changes > 0
+
+
 # ---------------------------------------------------------------- two stages
 
 
