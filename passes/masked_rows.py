@@ -4,14 +4,16 @@ Detectors assign each region of interest to a level of the feature pyramid by it
 ``y[i] = f(x[i])``. The size of ``i`` depends on data, so no kernel can be planned for ``f``. If ``f`` is row-wise,
 ``Where(mask, f(Where(mask, x, 0)), y)`` is equal, and has the sizes of ``x``.
 
-Detectors with a suppression in the graph (YOLO) first select the boxes whose scores exceed a threshold. NonMaxSuppression has such
-a threshold itself. With it, the suppression reads all boxes, and returns indices into all boxes.
-
 Further rules of this pass:
 
 - ``passes/rules/mask_positions.py``: the sum of a mask is the number of its positions (PyTorch's ``y[mask] = f(x[mask])``).
 - ``passes/rules/class_loops.py``: a loop over classes that selects the best boxes of each class (SSD) becomes one selection.
 - ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
+- ``passes/rules/best_selected.py``: the best of the boxes that suppressions keep.
+- ``passes/rules/nested_selections.py``: detectors select boxes by their size, then by their scores.
+- ``passes/rules/masked_boxes.py``: detectors suppress boxes that a mask selects.
+- ``passes/rules/taken_last.py``: arithmetic on the boxes that a suppression keeps is done for all boxes.
+- ``passes/rules/first_rows.py``: rows that are filled up to a known number.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
 - ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
 - ``passes/rules/rows_in_order.py``: features of pictures take the places of picture tokens.
@@ -31,15 +33,19 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.best_rows import best_rows
+from optdnn.passes.rules.best_selected import best_selected
 from optdnn.passes.rules.bounded_keys import bounded_keys
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
+from optdnn.passes.rules.first_rows import first_rows_count, first_rows_filled
 from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, uncut, unrepeated
+from optdnn.passes.rules.masked_boxes import best_boxes, masked_boxes
 from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
+from optdnn.passes.rules.nested_selections import nested_selections
 from optdnn.passes.rules.rows_in_order import rows_in_order
-from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand
-from optdnn.passes.support.paths import value_before
+from optdnn.passes.rules.taken_last import taken_last
+from optdnn.passes.support.facts import in_shape, operand
 from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, coordinates_of, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis, product
 
@@ -86,86 +92,6 @@ def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add("Where", [_over(patch, chosen, base), all_rows, _scalar(patch, base)])
 
     return Match((op, *(r.op for r in copied), *gathers, chooser), build)
-
-
-@rule("masked_boxes", {"NonMaxSuppression"})
-def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A suppression of ``boxes[i]`` by ``scores[i]``, where ``i = NonZero(scores > t)``, and Gathers of rows by its results."""
-    found = _scores_above(graph, op)
-    if found is None:
-        return None
-    chooser, scores, threshold = found
-    rows, count = graph.type(scores).dims[0], chooser.outputs[0].type.dims[1]
-    ends = _picked(graph, op)
-    if isinstance(ends, Miss) or not isinstance(rows, int) or not isinstance(count, Dim):
-        return ends if isinstance(ends, Miss) else None
-    inside: dict[int, RowOp] = {}
-    gathers: dict[int, Op] = {}
-    for value in (operand(op), operand(op, 1), *(operand(end) for end in ends)):
-        part = _computed(graph, value, chooser, rows, count)
-        if isinstance(part, Miss):
-            return part
-        inside.update({r.op.id: r for r in part[0]})
-        gathers.update({g.id: g for g in part[1]})
-    copied = [inside[other.id] for other in graph.order() if other.id in inside]
-    if any(_elements(r.op.outputs[0].type.dims, rows) > MOST_ELEMENTS for r in copied):
-        return Miss("results for all rows would be too large")
-
-    def build(patch: Patch) -> None:
-        new: dict[Value, Value] = {g.value: operand(g) for g in gathers.values()}
-        for r in copied:
-            made = copy_of(patch, r, new, rows)
-            new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
-        least = patch.constant(np.array([threshold], graph.type(scores).dtype), "least")
-        given = [new[operand(op)], new[operand(op, 1)], op.input(2), op.input(3), least]
-        src = op.src.union(chooser.src, *(g.src for g in gathers.values()))
-        patch.replace(op.value, patch.add("NonMaxSuppression", given, op.attrs, src=src))
-        for end in ends:
-            taken = patch.add("Gather", [new[operand(end)], operand(end, 1)], end.attrs, src=end.src)
-            patch.replace(end.value, taken)
-
-    return Match((op, *(r.op for r in copied), *gathers.values(), *ends, chooser), build)
-
-
-def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
-    """The NonZero that selects the boxes of a suppression, all scores, and the threshold of the selection; else None."""
-    gather = graph.op(value_before(graph, operand(op, 1), RESHAPES))
-    if gather.kind not in ("Gather", "GatherND") or graph.type(operand(op, 1)).dims[:2] != (1, 1):
-        return None
-    chooser, scores = chosen_by(graph, operand(gather, 1)), operand(gather)
-    compared = None if chooser is None else graph.op(operand(chooser))
-    if chooser is None or compared is None or compared.kind not in ("Greater", "Less"):
-        return None
-    over, least = (operand(compared, i) for i in ((0, 1) if compared.kind == "Greater" else (1, 0)))
-    levels = [graph.constant_value(v) for v in (least, op.input(4)) if v is not None]
-    if over != scores or any(v is None or v.size != 1 for v in levels):
-        return None
-    return chooser, scores, max(float(v.reshape(-1)[0]) for v in levels if v is not None)
-
-
-def _picked(graph: Graph, op: Op) -> list[Op] | Miss:
-    """The Gathers that take rows by the box indices in a suppression's result (…, 3); a Miss if other ops read these indices."""
-    ends: dict[int, Op] = {}
-    left = [(user, op.value) for user in graph.users(op.value)]
-    while left:
-        user, value = left.pop()
-        dims = graph.type(value).dims
-        if user.kind == "Gather" and user.attrs.axis == 0 and operand(user, 1) == value and operand(user) != value:
-            ends[user.id] = user
-        elif (
-            user.kind in RESHAPES
-            or (user.kind == "Slice" and ints(graph, user.input(3)) == (0,))
-            or (user.kind == "Gather" and len(dims) == 2 and user.attrs.axis == 1 and _column(graph, user) == 2)
-        ):
-            left += [(u, user.value) for u in graph.users(user.value)]
-        elif user.kind != "Shape" and not (user.kind == "Gather" and len(dims) == 2 and _column(graph, user) in (0, 1)):
-            return Miss(f"{user.name} ({user.kind}) reads the indices of the remaining boxes")
-    return [ends[i] for i in sorted(ends)]
-
-
-def _column(graph: Graph, gather: Op) -> int | None:
-    index = graph.constant_value(gather.input(1))
-    return None if index is None or index.size != 1 or gather.attrs.axis != 1 else int(index.reshape(-1)[0]) % 3
 
 
 def _rows_written(graph: Graph, op: Op) -> Op | None:
@@ -263,9 +189,15 @@ class MaskedRows(RulePass):
         expand_to_positions,
         best_of_classes,
         best_rows,
+        best_selected,
         masked_rows,
         rows_in_order,
+        nested_selections,
+        best_boxes,
         masked_boxes,
+        first_rows_count,
+        first_rows_filled,
+        taken_last,
         masked_sums,
         masked_writes,
         expert_rows,

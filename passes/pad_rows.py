@@ -24,12 +24,14 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs, ModAttrs
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.facts import integers, operand
+from optdnn.passes.support.filled_rows import filled_up, fills_up
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
-from optdnn.types import INT64, normalize_axis
+from optdnn.passes.support.selected_rows import with_first_box
+from optdnn.types import INT64, Array, normalize_axis
 
 WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "ResizedPeaks", "RoiAlign"})
 """Kinds for which padding always pays."""
@@ -40,10 +42,17 @@ MOST_BYTES = 1 << 30
 
 
 class PadRows(Pass):
+    """``ahead``: leave numbers of rows that are computed from other such rows, which selections may have between them."""
+
     name = "pad_rows"
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.ahead = ahead
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         tried: set[Dim] = set()
+        if self.ahead:
+            tried |= _later(graph, {*_counts(graph)})
         while left := [d for d in _counts(graph) if d not in tried]:
             count = min(left, key=lambda d: bounds(d)[1])  # n before n + 7: the rows of a Concat are those of its parts
             tried.add(count)
@@ -57,19 +66,21 @@ class PadRows(Pass):
                 report.refused.append(Refused(self.name, node_names(ops), found.reason))
 
 
+def _later(graph: Graph, counts: set[Dim]) -> set[Dim]:
+    """The numbers of rows that are computed from other ones of ``counts``."""
+    found = set[Dim]()
+    known = {
+        op.id: d for op in graph.ops() if not op.outputs[0].type.is_static and (d := _count_of(graph, op)) in counts
+    }
+    for op, count in known.items():
+        if count not in found and any(known.get(i, count) != count for i in nx.ancestors(graph.nx, op)):
+            found.add(count)
+    return found
+
+
 def _workers(graph: Graph) -> Iterator[Op]:
     yield from (op for op in graph.of_kind(*WORK) if not op.outputs[0].type.is_static)
-    yield from (graph.op(operand(op)) for op in graph.of_kind("Pad") if _fills_up(graph, op))
-
-
-def _fills_up(graph: Graph, op: Op) -> bool:
-    """Whether ``op`` is a Pad at the end of an axis whose size depends on data, up to a known size."""
-    known, rank = graph.known(op.input(1)), len(op.outputs[0].type.dims)
-    if op.attrs.mode != "constant" or not op.outputs[0].type.is_static or op.input(3) is not None or known is None:
-        return False
-    pads, dims = known.reshape(-1).tolist(), graph.type(operand(op)).dims
-    moved = [k for k in range(rank) if isinstance(dims[k], Dim)]
-    return len(moved) == 1 and all(bounds(p)[0] >= 0 if k == rank + moved[0] else p == 0 for k, p in enumerate(pads))
+    yield from (graph.op(operand(op)) for op in graph.of_kind("Pad") if fills_up(graph, op))
 
 
 def _counts(graph: Graph) -> Iterator[Dim]:
@@ -133,7 +144,7 @@ class _Part:
             (u, r.result_rows[0])
             for r in self.ops
             for u in _pads_of(r)
-            if r.result_rows[0] is not None and _fills_up(self.graph, u)
+            if r.result_rows[0] is not None and fills_up(self.graph, u)
         ]
 
     def shapes(self) -> list[Op]:
@@ -188,7 +199,7 @@ def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
             for v, rows in zip(r.op.inputs, r.operand_rows, strict=True)
             if v is not None and rows is not None and v.op in links
         )
-    workers = {r.op.id for r in members if r.op.kind in WORK or any(_fills_up(r.graph, u) for u in _pads_of(r))}
+    workers = {r.op.id for r in members if r.op.kind in WORK or any(fills_up(r.graph, u) for u in _pads_of(r))}
     groups = nx.connected_components(links)
     kept = {i for group in groups if group & workers or len(group) >= MANY for i in group}
     return [r for r in members if r.op.id in kept]
@@ -207,13 +218,16 @@ def _build(patch: Patch, part: _Part) -> None:
     asked = frozenset().union(*(op.src for op in shapes))
     found = {v: x for v, rows in given.items() if (x := _whole(part.graph, v, rows, most)) is not None}
     whole = {v: x.add_to(patch) for v, x in found.items()}
+    for value, rows in given.items():
+        if (numbers := _numbered(part.graph, value, most * rows.per)) is not None:
+            whole[value] = patch.constant(numbers, "numbers")
     shape = ShapeAttrs(axis, axis + 1)
     number = found[first].number(patch) if first in found else patch.add("Shape", [first], shape, src=asked)
-    cut = {rows.per for v, rows in given.items() if v not in whole}
+    cut = {rows.per for v, rows in given.items() if v not in whole and part.graph.op(v).kind != "NonMaxSuppression"}
     sources = {per: _sources(patch, number, per, most) for per in sorted(cut)}
     new: dict[Value, Value] = {}
     for value, rows in given.items():
-        new[value] = whole[value] if value in whole else _padded(patch, value, rows, sources[rows.per])
+        new[value] = whole[value] if value in whole else _padded(patch, value, rows, sources.get(rows.per))
     for r in part.ops:
         operands = dict(new)
         indices = r.op.input(1)
@@ -222,7 +236,7 @@ def _build(patch: Patch, part: _Part) -> None:
         made = copy_of(patch, r, operands, most)
         new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
     for pad, rows in part.filled():
-        patch.replace(pad.value, _filled_up(patch, pad, new[operand(pad)], _times(patch, number, rows), rows))
+        patch.replace(pad.value, filled_up(patch, pad, new[operand(pad)], _times(patch, number, rows), rows))
     start = patch.constant(np.array([0], np.int64), "start")
     for value, rows in part.wanted().items():
         axes = patch.constant(np.array([rows.axis], np.int64), "axes")
@@ -283,6 +297,16 @@ def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> _Whole | None:
     return _Whole(op) if _cuts(graph, op, rows, most) else None
 
 
+def _numbered(graph: Graph, value: Value, most: int) -> Array | None:
+    """The first ``most`` elements of a Range of integers, if its first element and its step are known; else None."""
+    op = graph.op(value)
+    if op.kind != "Range" or graph.type(value).dtype.kind != "i":
+        return None
+    start, step = (graph.constant_value(op.input(slot)) for slot in (0, 2))
+    numbers = None if start is None or step is None else start.item() + step.item() * np.arange(most)
+    return None if numbers is None else numbers.astype(graph.type(value).dtype)
+
+
 def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
     """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows."""
     if cut.kind != "Slice" or len(cut.inputs) != 4:
@@ -293,33 +317,15 @@ def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
     return graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
 
-def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
-    """``value`` padded by its own rows, repeated; zeros if it has no rows."""
+def _padded(patch: Patch, value: Value, rows: Rows, source: Value | None) -> Value:
+    """``value`` padded by its own rows, repeated; zeros if it has no rows. Kept boxes are padded by the first box."""
+    if patch.graph.op(value).kind == "NonMaxSuppression":
+        return with_first_box(patch, value)
     t, src = patch.type(value), patch.graph.op(value).src
     shape = [1 if i == rows.axis else d for i, d in enumerate(t.dims)]
     spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
     some = patch.add("Concat", [value, spare], ConcatAttrs(rows.axis), src=src)
     return patch.add("Gather", [some, source], GatherAttrs(rows.axis), src=src)
-
-
-def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> Value:
-    """The result of a Pad: elements of ``value`` before ``size`` along the rows' axis, and the Pad's value after them."""
-    t, wanted = patch.type(value), pad.outputs[0].type.dims[rows.axis]
-    there = t.dims[rows.axis]
-    assert isinstance(wanted, int)
-    assert isinstance(there, int)
-    filler = pad.input(2)
-    if filler is None:
-        filler = zero(patch, t.dtype)
-    dims = [1] * len(t.dims)
-    dims[rows.axis] = wanted
-    places = patch.constant(np.arange(wanted).reshape(dims), "places")
-    missing = wanted - there
-    if missing:
-        pads = np.zeros(2 * len(dims), np.int64)
-        pads[len(dims) + rows.axis] = missing
-        value = patch.add("Pad", [value, patch.constant(pads, "pads")], PadAttrs(), src=pad.src)
-    return patch.add("Where", [patch.add("Less", [places, size], src=pad.src), value, filler], src=pad.src)
 
 
 def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:

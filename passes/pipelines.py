@@ -182,7 +182,11 @@ O2_GPU: tuple[Pass, ...] = (
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
     TreeLeaves(),  # when sums are additions; before fusions, which would take the functions of a tree's result
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
-    PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
+    PadRows(
+        ahead=True
+    ),  # after MaskedRows: pads the remaining sizes that depend on data, but those that follow from others
+    MaskedRows(),  # again: selections among padded rows (R-CNN: detections of the best regions)
+    PadRows(),  # again: the sizes that follow from others (R-CNN: masks of detections)
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
     LongTopK(),  # after MaskedRows, whose selections are from all scores
     FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps

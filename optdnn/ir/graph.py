@@ -14,14 +14,14 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from optdnn.dim import INF, Dim, DimLike, bounds, symbol
+from optdnn.dim import INF, Dim, DimLike, bounds, substitute, symbol
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.multigraph import topological_order
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
 from optdnn.ops.table import OPDEFS
 from optdnn.ranges import Profile
-from optdnn.types import Array, Shape, TensorType
+from optdnn.types import INT64, Array, Shape, TensorType
 
 __all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value", "infer", "known_shape", "sharper"]
 
@@ -342,6 +342,16 @@ class Graph:
             self.set_op(replace(op, outputs=tuple(outputs)))
         return late
 
+    def set_sizes(self, sizes: Mapping[str, DimLike]) -> list[int]:
+        """Replace the symbols named in ``sizes`` in all types and known values. Returns the sorted ids of the ops that changed."""
+        changed: list[int] = []
+        for op in [*self._ops.values()]:
+            outputs = tuple(_with_sizes(out, sizes) for out in op.outputs)
+            if any(new is not out for new, out in zip(outputs, op.outputs, strict=True)):
+                self.set_op(replace(op, outputs=outputs))
+                changed.append(op.id)
+        return sorted(changed)
+
     def remove(self, op_id: int) -> None:
         """Remove an op that nothing uses any more."""
         if self._g._adj[op_id]:
@@ -414,6 +424,19 @@ def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Sha
         return free(a) and (not free(b) or _complexity(b) < _complexity(a))
 
     return tuple(b if better(a, b) else a for a, b in zip(old, new, strict=True))
+
+
+def _with_sizes(out: Output, sizes: Mapping[str, DimLike]) -> Output:
+    """The output with other sizes; itself if it has none of these symbols."""
+    shape, known = out.type.shape, out.known if out.known is not None and _symbolic(out.known) else None
+    dims = [d for d in (*(shape or ()), *(known.reshape(-1) if known is not None else ())) if isinstance(d, Dim)]
+    if not any(symbol.name in sizes for d in dims for symbol in d.symbols()):
+        return out
+    type = out.type if shape is None else out.type.with_shape([substitute(d, sizes) for d in shape])
+    if known is None:
+        return Output(out.name, type, out.known)
+    new = np.array([substitute(d, sizes) for d in known.reshape(-1)], object).reshape(known.shape)
+    return Output(out.name, type, new if any(isinstance(d, Dim) for d in new.reshape(-1)) else new.astype(INT64))
 
 
 def _better_known(old: Known | None, new: Known | None, inputs: frozenset[str]) -> bool:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from optdnn.dim import Dim, DimLike, Symbol, bounds
 from optdnn.errors import InternalError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value, known_shape
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
-from optdnn.types import Array, TensorType
+from optdnn.types import Array, Shape, TensorType
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,22 @@ class Applied:
 def _sources(ops: Iterable[Op]) -> frozenset[str]:
     """The provenance of several ops."""
     return frozenset[str]().union(*(op.src for op in ops))
+
+
+def _symbols(shape: Shape | None) -> frozenset[Symbol]:
+    """The symbols of a shape."""
+    return frozenset[Symbol]().union(*(d.symbols() for d in shape or () if isinstance(d, Dim)))
+
+
+def _is_named(a: DimLike, b: DimLike, fresh: frozenset[Symbol]) -> bool:
+    """Whether the size ``b`` has a new symbol, and is not known better than ``a``."""
+    return isinstance(a, Dim) and isinstance(b, Dim) and bool(b.symbols() & fresh) and bounds(a)[1] <= bounds(b)[1]
+
+
+def _with_shape(op: Op, port: int, shape: Shape) -> Op:
+    """The op with another shape of a result."""
+    outputs = [replace(o, type=o.type.with_shape(shape)) if i == port else o for i, o in enumerate(op.outputs)]
+    return replace(op, outputs=tuple(outputs))
 
 
 class Patch:
@@ -115,18 +132,21 @@ class Patch:
         for op in self._new.values():
             self.graph.insert(op)
         touched: set[int] = set()
-        sharper: set[int] = set()
+        self._name_sizes()
+        again, sizes = set[int](), self._known_sizes()
         for old, new in self._replaced.items():
             users = {u.op for u in self.graph.uses(old)}
             touched |= users
             if self._sharpens(old, new):
-                sharper |= users
+                again |= users
             name = self.graph.output(old).name
             self.graph.replace_uses(old, new)
             if new.op in self._new:
                 self.graph.rename(new, name)
-        if sharper:
-            touched.update(self.graph.refresh(sharper))
+        if again:
+            touched.update(self.graph.refresh(again))
+        if sizes:
+            touched.update(self.graph.set_sizes(sizes))
         removed = self.graph.remove_dead(
             {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
         )
@@ -144,6 +164,44 @@ class Patch:
                 if op.kind != "Constant":
                     self.graph.set_op(replace(op, src=op.src | lost))
         return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
+
+    def _name_sizes(self) -> None:
+        """An op that makes a symbol for a size gets that of the value that it replaces.
+
+        So the positions of one mask instead of another have the size that all readers know."""
+        readers = set[int]()
+        for old, new in self._replaced.items():
+            before, after, made = self.graph.type(old).shape, self.type(new).shape, self._new.get(new.op)
+            if made is None or before == after or before is None or after is None:
+                continue
+            fresh = _symbols(after) - self._given(made)
+            shape = tuple(a if _is_named(a, b, fresh) else b for a, b in zip(before, after, strict=True))
+            if shape != after:
+                self.graph.set_op(_with_shape(self.graph.op(new), new.port, shape))
+                readers |= {u.op for u in self.graph.uses(new)}
+        self.graph.refresh(readers)
+
+    def _known_sizes(self) -> dict[str, DimLike]:
+        """The symbols that only a replaced op makes, and the expressions of the new value.
+
+        A loop's result has as many rows as those that it reads, for example."""
+        found = dict[str, DimLike]()
+        for old, new in self._replaced.items():
+            before, after = self.graph.type(old).shape, self.graph.type(new).shape
+            if new.op not in self._new or before == after or before is None or after is None:
+                continue
+            own, inputs = _symbols(before) - self._given(self.graph.op(old)), self.graph.symbols()
+            for a, b in zip(before, after, strict=True):
+                lone = next((s for s in own if s.name not in inputs and a == Dim((((s,), 1),))), None)
+                if lone is not None and isinstance(b, Dim) and lone not in b.symbols():
+                    found[lone.name] = b
+        return found
+
+    def _given(self, op: Op) -> frozenset[Symbol]:
+        """The symbols of an op's operands, their sizes and their known values."""
+        known = [known_shape(k) for v in op.inputs if (k := self.known(v)) is not None and k.dtype == object]
+        given = [*(self.type(v).shape for v in op.inputs if v is not None), *known]
+        return frozenset[Symbol]().union(*map(_symbols, given))
 
     def _sharpens(self, old: Value, new: Value) -> bool:
         """Whether more is known of the new value than of the old one, so that its users may infer more."""

@@ -55,7 +55,8 @@ def host_us(graph: Graph, op: Op) -> float:
         return NUMPY_US + _trips(graph, op) * max(map(_body_us, inside))
     given = [None if v is None else graph.type(v) for v in op.inputs]
     moved = sum(_nbytes(t) for t in (*(t for t in given if t is not None), *(o.type for o in op.outputs)))
-    call = Call(op.kind, op.attrs, tuple(given), (None,) * len(given), len(op.outputs), _no_symbol)
+    known = tuple(None if v is None else graph.known(v) for v in op.inputs)
+    call = Call(op.kind, op.attrs, tuple(given), known, len(op.outputs), _no_symbol)
     try:
         work = flops(op.definition, call, Result(tuple(o.type for o in op.outputs)))
     except ShapeError:

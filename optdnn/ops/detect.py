@@ -199,11 +199,12 @@ def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _cost_nms(call: Call, result: Result) -> Cost:
-    """The overlaps of all pairs, as a bound; with one box in 64 if scores must exceed a threshold."""
-    boxes = extent(call.type(0).dims[1])
+    """The overlaps of the kept boxes with all others, as a bound; with one box in 64 if scores must exceed a threshold."""
+    boxes, limit = extent(call.type(0).dims[1]), call.ints(2) if call.has(2) else None
     if call.has(4):
         boxes = -(-boxes // 64)
-    return Cost(10 * boxes * boxes * extent(*call.type(1).dims[:2]))
+    kept = min(boxes, extent(*limit[:1])) if limit else boxes
+    return Cost(10 * boxes * kept * extent(*call.type(1).dims[:2]))
 
 
 def _cost_roi_align(call: Call, result: Result) -> Cost:

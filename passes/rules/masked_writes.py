@@ -19,8 +19,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.rules.masked_sums import SelectedRows, count_of
 from optdnn.passes.support.facts import RESHAPES, operand, sliced
+from optdnn.passes.support.selected_rows import SelectedRows, count_of
 from optdnn.types import normalize_axis
 
 MOST_CHOICES = 16
@@ -41,7 +41,7 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     found = SelectedRows(graph)
     reason = found.collect([positions, rows])
-    if reason is not None or not found.masks:
+    if reason is not None or not found.choosers:
         return None
     dims = graph.type(positions).dims
     coordinates = dims[-1] if op.kind == "ScatterND" else 1

@@ -34,6 +34,8 @@ class RowsOfOneIndex(Rule):
         if not context.on_gpu or rows is None or graph.type(operand(op, 1)).rank != 1:
             return None
         index, dtype = operand(op, 1), graph.type(op.value).dtype
+        if not graph.type(index).is_static:
+            return None  # it runs on the CPU: a Split costs as much as a Gather
         readers = [(u, _rows(graph, u)) for u in graph.users(index) if u.value != index]
         alike = [(u, r[1]) for u, r in readers if r and r[0] == rows[0] and graph.type(u.value).dtype == dtype]
         members, widths = [u for u, _ in alike], [n for _, n in alike]

@@ -193,7 +193,9 @@ def _number(array: Array) -> tuple[str, tuple[int, ...], bytes] | None:
 
 
 def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack | None:
-    """The stack that computes ``values``, one for each part; None if they are computed differently."""
+    """The stack that computes ``values``, one for each part; None if there are none, or they are computed differently."""
+    if not values:
+        return None
     if len(set(values)) == 1:
         return Shared(values[0])
     known = [v for value in values if (v := graph.constant_value(value)) is not None]

@@ -59,12 +59,11 @@ def non_max_suppression(
             ranked = _ranked(scores.reshape(-1)[found], found, boxes.shape[1])
             return (_all_at_once(boxes, scores, ranked, threshold, limit, center_point_box, suppress),)
     for b in range(len(boxes)) if limit > 0 else ():
-        corners = _corners(boxes[b], center_point_box)
         for c in range(scores.shape[1]):
             own = scores[b, c]
             candidates = np.arange(len(own)) if least is None else np.flatnonzero(own > least)
             candidates = candidates[np.argsort(-own[candidates], kind="stable")]
-            kept = candidates[_greedy(tuple(x[candidates] for x in corners), threshold, limit)]
+            kept = candidates[_greedy(_corners(boxes[b, candidates], center_point_box), threshold, limit)]
             chosen.append(np.stack([np.full_like(kept, b), np.full_like(kept, c), kept], axis=1))
     return (np.concatenate(chosen).astype(np.int64, copy=False),)
 
@@ -107,8 +106,8 @@ def _all_at_once(
     """The result, given the places of all candidates in order: the classes are groups of one call of ``suppress``."""
     row, box = np.divmod(places, boxes.shape[1])
     image = row // scores.shape[1]
-    corners = np.stack(_corners(boxes, center_point_box), axis=-1).reshape(-1, 4)
-    kept = np.flatnonzero(suppress(corners[image * boxes.shape[1] + box], row.astype(np.int32), float(threshold)))
+    corners = np.stack(_corners(boxes[image, box], center_point_box), axis=-1)
+    kept = np.flatnonzero(suppress(corners, row.astype(np.int32), float(threshold)))
     row, box = row[kept], box[kept]
     before = np.searchsorted(row, row)  # kept boxes of earlier rows
     best = np.arange(len(row)) - before < limit

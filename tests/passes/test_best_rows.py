@@ -24,7 +24,8 @@ g (float[12] SCORES, float[12,4] boxes) => (float[n] best, float[n,4] found, int
   rows = Gather(boxes, numbers) DECODE }
 """
 SHORT = "found = Exp(rows)"
-LONG = " ".join(f"r{k} = {'Sin' if k % 2 else 'Exp'}({f'r{k - 1}' if k else 'rows'})" for k in range(MANY))
+LONG = "soft = Softmax(rows) "
+LONG += " ".join(f"r{k} = {'Sin' if k % 2 else 'Exp'}({f'r{k - 1}' if k else 'soft'})" for k in range(MANY))
 LONG += f" found = Neg(r{MANY - 1})"
 
 
@@ -78,16 +79,16 @@ def test_it_takes_the_same(count: int, most: int, decode: str, later: bool) -> N
 @pytest.mark.parametrize("most", [5, 20])
 def test_missing_scores_are_the_last(most: int) -> None:
     graph = folded(level(most=most, later=True))
-    after, _ = check_pass(MaskedRows(), graph, changes=1, context=GPU, depends_on_input=False)
+    rules = {"best_rows": 1, "taken_last": 1}
+    after, _ = check_pass(MaskedRows(), graph, changes=2, rules=rules, context=GPU, depends_on_input=False)
     (top,) = after.of_kind("TopK")
     assert top.outputs[0].type.dims == (most,)
 
 
 @pytest.mark.parametrize("most", [5, 20])
 def test_all_scores_are_ordered(most: int) -> None:
-    after, _ = check_pass(
-        MaskedRows(), level(most=most), changes=1, rules={"best_rows": 1}, context=GPU, depends_on_input=False
-    )
+    rules = {"best_rows": 1, "taken_last": 1}
+    after, _ = check_pass(MaskedRows(), level(most=most), changes=2, rules=rules, context=GPU, depends_on_input=False)
     (top,) = after.of_kind("TopK")
     assert top.outputs[0].type.dims == (min(most, 12),)
     assert "GatherND" not in after.kinds()

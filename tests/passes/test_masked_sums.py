@@ -11,7 +11,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.passes.base import PassContext
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.masked_rows import MaskedRows
-from optdnn.passes.rules import masked_sums
+from optdnn.passes.support import selected_rows
 
 GPU = PassContext(target="cuda:sm_90a")
 EDGES = """<ir_version: 10, opset_import: ["": 18]>
@@ -101,7 +101,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = "other = Concat<axis = 1>(loops, kept) begin = Gather<axis = 0>(other, zero) rows = Gather(x, begin)"
     text = edges().replace("rows = Gather(x, source)", turned)
     check_refused(MaskedRows(), text, because="holds other rows than a value of the same size", context=GPU)
-    monkeypatch.setattr(masked_sums, "MOST_ELEMENTS", 63)
+    monkeypatch.setattr(selected_rows, "MOST_ELEMENTS", 63)
     check_refused(MaskedRows(), edges(), because="results for all rows would be too large", context=GPU)
 
 

@@ -59,6 +59,15 @@ def test_others_are_no_candidates(graph: Graph) -> None:
     check_untouched(SIBLINGS, graph, GPU)
 
 
+def test_rows_whose_number_depends_on_data_stay() -> None:
+    """Such Gathers run on the CPU, where a Split of their columns is a step of its own."""
+    n = Net()
+    index = n.op("Reshape", n.op("NonZero", n.input(12, name="mask")), n.ints(-1))
+    values = [n.op("Exp", n.input(12, name=f"x{k}")) for k in range(3)]
+    graph = n.done(*(n.op("Gather", x, index, attrs=GatherAttrs(0)) for x in values))
+    check_untouched(SIBLINGS, graph, GPU)
+
+
 def test_other_targets_stay() -> None:
     check_untouched(SIBLINGS, sorted_rows(), PassContext("cpu"))
 

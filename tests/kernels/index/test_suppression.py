@@ -10,7 +10,9 @@ from support.fallback import NETWORKS
 from support.suppression_cases import detector, feeds
 
 import optdnn
+from optdnn.importers.onnx import import_model
 from optdnn.kernels.index import suppression
+from optdnn.lowering.host import host_us
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.suppression import TEMPLATE
 
@@ -25,6 +27,14 @@ def test_programs_that_suppress_boxes_have_the_kernel(body: bool) -> None:
 def test_other_programs_do_not_have_it() -> None:
     program = optdnn.build(NETWORKS["three"](), target="simulate", tactics="heuristic").program
     assert TEMPLATE not in [k.template for k in program.kernels]
+
+
+def test_few_kept_boxes_cost_less_on_the_host() -> None:
+    def cost(limit: int) -> float:
+        graph = import_model(detector(20_000, 1, limit=limit))
+        return host_us(graph, graph.of_kind("NonMaxSuppression")[0])
+
+    assert cost(10) < cost(100) < cost(100_000) == cost(20_000)
 
 
 def test_engines_keep_the_kernel(tmp_path: Path) -> None:
