@@ -72,7 +72,7 @@ def command(
         if report.suffix != suffix:
             raise UsageError(f"{chosen} writes files whose names end in {suffix}, not {report}")
         again = [*_options("--input", inputs), *_options("--size", sizes)]
-        traced = [sys.executable, "-m", "optdnn.cli", "bench", str(engine), "--trace", *again]
+        traced = [sys.executable, "-m", "optdnn", "bench", str(engine), "--trace", *again]
         with progress(f"{chosen} {engine.name}"):
             if chosen == nsight.NSYS:
                 nsight.record_run(traced, report)

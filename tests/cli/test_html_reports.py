@@ -42,7 +42,7 @@ def test_build_writes_its_report(cli: Cli, folder: Path, tmp_path: Path) -> None
     assert sections(page) == ["findings", "network", "timeline", "memory", "operators", "passes", "machine"]
     nodes = data_of(page)["nodes"]
     assert [n["label"] for n in nodes if n["role"] == "operator"] == [
-        "Conv + Relu",
+        "ImageConv + Relu",
         "Conv + Add + Relu",
         "GlobalAveragePool",
         "Conv",

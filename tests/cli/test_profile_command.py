@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import optdnn
 from optdnn.cli.profile import default_tool, show_kernels, steps_named
 from optdnn.errors import UsageError
 from optdnn.runtime.cuda.measuring import nsight
+from optdnn.runtime.measuring import bench
 from optdnn.runtime.measuring.chrome_trace import LAYERS, chrome_trace
 
 
@@ -35,6 +37,17 @@ def test_a_trace_of_every_target(cli: Cli, engine: Path) -> None:
     found = json.loads(cli("profile", engine, "--tool", "trace", "-o", "other.json", "--json").out)
     assert (found["tool"], found["report"]) == ("trace", "other.json")
     assert Path("other.json").exists()
+
+
+def test_the_command_that_a_profiler_runs(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(bench, "cuda_context", lambda context, feeds: context)
+    monkeypatch.setattr(nsight, "record_run", lambda command, report: given.append(command))
+    assert cli("profile", engine, "--tool", "nsys").code == 0
+    ((*python, name, path, option),) = given
+    assert (name, path, option) == ("bench", "net.engine", "--trace")
+    said = subprocess.run([*python, name, "--help"], capture_output=True, text=True, check=True)
+    assert option in said.stdout
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_memory_that_is_read_unwritten_shows(tmp_path: Path) -> None:
 def test_a_buffer_that_is_overwritten_before_its_last_reader_shows(tmp_path: Path) -> None:
     program = optdnn.build(small_models.branches(), target="cuda:sm_90a", streams="1", no_cubins=True).program
     assert checks.overwritten(program) == []
-    assert checks.overwritten(faults.overlaid(program)) == ["'b' is overwritten by 'c' before it is read"]
+    found = checks.overwritten(faults.overlaid(program))
+    assert found == [f"{a!r} is overwritten by {b!r} before it is read" for a, b in (("b", "c"), ("c", "f.nhwc"))]
 
 
 def test_lanes_run_in_several_orders(tmp_path: Path) -> None:

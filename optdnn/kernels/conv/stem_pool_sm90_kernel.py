@@ -139,7 +139,7 @@ def recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
         "HALO_H": 2 * s.stride[0], "ROW_CHUNKS": wide // conv.vector, "VEC": conv.vector, "PITCH": wide,
         "FIRST_WORD": (conv.phase - layout.lead) // 2, "DILATION_H": s.dilation[0], "K_STEPS": layout.steps,
         "LEAD": lead(problem), "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(conv.normalize),
-        "FACTOR_KIND": KINDS[conv.dtype][0], "FINAL_RELU": int(conv.epilogue[-1] == ("relu",)), "IN_BANDS": 1,
+        "FACTOR_KIND": KINDS[conv.dtype][0], "FACTOR_ITEM": 2, "FINAL_RELU": int(conv.epilogue[-1] == ("relu",)), "IN_BANDS": 1,
         "POOL": problem.window, "POOL_TOP": problem.top, "POOL_LEFT": problem.left,
     }  # fmt: skip
     # The kernel adds the bias, and the rounding of results applies a final ReLU.

@@ -44,7 +44,7 @@ def backward(n: Net, *shape: int, name: str = "x") -> Value:
 
 NETS: dict[str, Callable[[Net], Value]] = {
     "a residual block": residual_block,
-    "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
+    "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 5, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
     "odd channels": lambda n: n.conv(n.conv(n.input(2, 16, 9, 7), 21), 6),
     "groups": lambda n: n.op("Relu", n.conv(n.input(2, 32, 9, 7), 48, group=4, bias=True)),
     "groups of few channels": lambda n: n.conv(n.input(2, 6, 9, 7), 16, group=2),
