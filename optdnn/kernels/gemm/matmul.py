@@ -13,7 +13,7 @@ from optdnn.kernels.gemm import terms
 from optdnn.kernels.gemm.stacks import Matrices, matrices_of
 from optdnn.kernels.gemm.terms import DEPTH, TILE, plain_seconds
 from optdnn.kernels.gemm.thin import THREADS, Share, is_thin, share_of, share_text, thin_parts, thin_seconds, thin_text
-from optdnn.kernels.gemm.tiles import LEAST, LEAST_TILE, MatrixTile, Tile, matrix_tile, tile_of, tiled
+from optdnn.kernels.gemm.tiles import LEAST, MatrixTile, Tile, matrix_tile, tile_of, tiled, tiles_true_fp32
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.layout.walks import walk
@@ -54,7 +54,7 @@ class TiledMatMul(Tactic):
         wide = x.dtype == FP32
         if is_thin(*sizes, wide=wide) or (wide and thin_parts(*sizes, x, b.gpu)):
             return thin_seconds(*sizes, x)
-        plain = wide and not has_tf32(op) and (min(sizes[:2]) < LEAST_TILE or math.prod(sizes) < LEAST)
+        plain = wide and (math.prod(sizes) < LEAST or not (has_tf32(op) or tiles_true_fp32(*sizes, b.gpu)))
         return plain_seconds(*sizes, b.gpu) if plain else None
 
     def place(self, b: Builder, op: Op) -> None:
@@ -110,7 +110,8 @@ def _kernel_for(b: Builder, p: Matrices, tf32: bool) -> tuple[Share | None, Tile
     m, n, k = p.sizes
     thin = p.count > MOST_TILES or is_thin(m, n, k, p.count, wide=p.left.dtype == FP32)
     tile: Tile | MatrixTile | None = None
-    if not thin or (b.row_invariant and p.count <= MOST_TILES):
+    small = p.left.dtype == FP32 and m * n * k * p.count < LEAST and not b.row_invariant
+    if not (thin or small) or (b.row_invariant and p.count <= MOST_TILES):
         tile = matrix_tile(p.left, p.right, m, n, p.count, b.gpu, tf32=tf32)
     if tile is None and not (thin or b.row_invariant):
         tile = tile_of(p.left, p.right, m, n, k, (p.steps[1], p.steps[2]), p.count, b.gpu)

@@ -18,8 +18,9 @@ LEAST = 1 << 22
 LEAST_TILE = 32
 """Least rows and columns of a product in true fp32; the plain kernel takes others."""
 DEPTH, STAGES = 16, 3
-ENOUGH = 256
-"""Threads that occupy a multiprocessor well. With fewer, tiles are smaller."""
+ENOUGH, FEWEST = 256, 192
+"""Threads that occupy a multiprocessor well: with fewer, tiles are smaller. With fewer than FEWEST of the smallest tiles, the plain
+kernel is faster, which has four times as many (H200: 24 us against 20 at 248 threads, 10 to 13 against 17 to 24 at 31 to 124)."""
 
 
 MATRIX_STAGES = 4
@@ -150,6 +151,22 @@ def _way(x: TensorView, line: int, place: int, item: int) -> Way:
     return Way(along, next((b for b in (16, 8, 4) if all(s * item % b == 0 for s in steps)), 0))
 
 
+_TILES = ((128, 128), (64, 128), (64, 64))
+"""Rows and columns of the tiles in true fp32."""
+
+
+def occupied(m: int, n: int, count: int, rows: int, columns: int, gpu: GpuFacts) -> bool:
+    """Whether the threads of a tile in true fp32 occupy the GPU."""
+    threads = -(-m // rows) * -(-n // columns) * count * rows * columns // 64
+    least = FEWEST if (rows, columns) == _TILES[-1] else ENOUGH
+    return threads >= least * fitted(gpu).multiprocessors
+
+
+def tiles_true_fp32(m: int, n: int, k: int, count: int, gpu: GpuFacts) -> bool:
+    """Whether ``count`` products in true fp32 take a tile of 8 x 8 elements per thread, and not the plain kernel."""
+    return m * n * k * count >= LEAST and min(m, n) >= LEAST_TILE and occupied(m, n, count, *_TILES[-1], gpu)
+
+
 def tile_of(
     left: TensorView,
     right: TensorView,
@@ -162,17 +179,17 @@ def tile_of(
 ) -> Tile | None:
     """The tile for ``count`` products of m x k with k x n matrices (the operands' last two axes) in true fp32, or None
     for the plain kernel. ``batches``: the strides along the stack of the left and of the right operand."""
-    if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < LEAST_TILE:
+    if left.dtype != FP32 or right.dtype != FP32 or not tiles_true_fp32(m, n, k, count, gpu):
         return None
     spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
     if max(spans) >= LARGEST:
         return None
     together = right.strides[-1] == 1 and not any(s % 4 for s in (n, right.offset, right.strides[-2], *batches[1]))
     rows_together = left.strides[-2] == 1 and not any(s % 4 for s in (m, left.offset, left.strides[-1], *batches[0]))
-    for rows, columns in ((128, 128), (64, 128)):
-        if -(-m // rows) * -(-n // columns) * count * rows * columns // 64 >= ENOUGH * fitted(gpu).multiprocessors:
+    for rows, columns in _TILES:
+        if occupied(m, n, count, rows, columns, gpu):
             return Tile(rows, columns, together, rows_together)
-    return Tile(64, 64, together, rows_together)
+    return None
 
 
 def tiled(finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:

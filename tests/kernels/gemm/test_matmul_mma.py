@@ -18,6 +18,7 @@ from support.simulated import feeds_of, lowered
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.gemm import matmul
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -82,6 +83,12 @@ WAYS = {
     "one_matrix_for_all": (1, 16, 0, 16), "many_columns": (1, 16, 0, 8), "even_sizes": (1, 4, 0, 4), "apart": (1, 0, 0, 8),
 }  # fmt: skip
 """For the left and the right operand in 16 bits: whether it is contiguous along K, and the bytes of an access."""
+
+
+@pytest.fixture(autouse=True)
+def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores run small products of tf32, too."""
+    monkeypatch.setattr(matmul, "LEAST", 0)
 
 
 def program_of(name: str, precision: str, target: str = "cuda:sm_80", **options: Any) -> tuple[Graph, Program]:

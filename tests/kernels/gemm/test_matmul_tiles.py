@@ -11,6 +11,7 @@ from support.on_gpu import checked_launches
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value
+from optdnn.kernels.gemm import tiles
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
@@ -60,6 +61,13 @@ def kernels(program: Program) -> list[Kernel]:
     return [k for k in program.kernels if k.function == "matmul"]
 
 
+@pytest.fixture
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles run products whose blocks do not occupy the GPU, too."""
+    monkeypatch.setattr(tiles, "FEWEST", 0)
+
+
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.nvrtc
 def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> None:
@@ -71,6 +79,7 @@ def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> N
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("options", [{"row_invariant": True}, {"precision": "fp64"}, {"rows": 20}, {"depth": 8}])
 def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
     n = Net()
@@ -82,6 +91,24 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
     assert kernel.template == "general.cu"
 
 
+@pytest.mark.parametrize(("matrices", "template"), [(98, "general.cu"), (99, "matmul_fp32.cu")])
+def test_tiles_need_enough_blocks(matrices: int, template: str) -> None:
+    """99 matrices of four tiles of 64 threads: 192 threads for each of 132 multiprocessors."""
+    n = Net()
+    y = n.op("MatMul", n.input(matrices, 128, 40, name="a"), n.input(matrices, 40, 128, name="b"))
+    (kernel,) = kernels(lowered(n.done(y), "fp32", target="cuda:h200", no_cubins=True))
+    assert kernel.template == template
+
+
+@pytest.mark.parametrize(("matrices", "template"), [(255, "general.cu"), (256, "matmul_mma.cu")])
+def test_small_products_of_tf32_run_on_the_plain_kernel(matrices: int, template: str) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(matrices, 32, 32, name="a"), n.input(matrices, 32, 16, name="b"))
+    (kernel,) = kernels(lowered(n.done(y), "tf32", target="cuda:h200", no_cubins=True))
+    assert kernel.template == template
+
+
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_tiles_on_a_gpu_agree_with_their_meaning(name: str) -> None:
