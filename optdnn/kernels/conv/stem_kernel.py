@@ -351,9 +351,10 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
     }  # fmt: skip
     # The accumulators start from the bias, and the rounding of results applies a final ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
-    finish = render.paired_epilogue if problem.item == 2 else render.epilogue
-    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), finish(stages), ""])
-    return Recipe(template, arch, {"generated.cuh": text}, template_options(problem.dtype))
+    exact = problem.dtype == "float32"
+    finish = render.paired_epilogue(stages) if problem.item == 2 else render.epilogue(stages, exact=exact)
+    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), finish, ""])
+    return Recipe(template, arch, {"generated.cuh": text}, template_options(problem.dtype, fast=not exact))
 
 
 def _table(words: Sequence[int]) -> str:

@@ -252,6 +252,14 @@ def test_kernels_do_not_spill(name: str) -> None:
         assert kernel.registers * config.threads <= 65536
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("tfloat32", False), ("float16", False)])
+def test_functions_of_fp32_are_exact(dtype: str, exact: bool) -> None:
+    p, config = CASES["7x7/2, fp32"]
+    made = stem.recipe(replace(p, dtype=dtype, epilogue=(("bias",), ("gelu",))), config)
+    assert ("erff(" in made.generated["generated.cuh"]) == exact
+    assert ("--use_fast_math" in made.options) != exact
+
+
 # ---- on a GPU ----------------------------------------------------------------------------------------------------------------
 
 TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | dict.fromkeys(("float32", "tfloat32"), np.dtype(np.float32))
