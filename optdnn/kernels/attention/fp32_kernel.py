@@ -43,13 +43,13 @@ def head(problem: Problem) -> int:
 
 def registers(problem: Problem, config: Config) -> int:
     """Registers that a thread needs, fitted to the point where the compiler begins to spill."""
-    wide, kept = head(problem), keeps(problem, config)
+    wide, kept = head(problem), keeps(problem)
     needed = config.keys // config.split + 0.9 * wide + 56 + (wide / 2 + (-24 if problem.rounded else 6) if kept else 0)
     more = 24 if (problem.mask is not None and not (kept and problem.rounded)) or wide > 128 else 10
     return int(needed + (more if problem.mask is not None or problem.reach >= 0 or problem.lengths else 0))
 
 
-def keeps(problem: Problem, config: Config) -> bool:
+def keeps(problem: Problem) -> bool:
     """Whether a warp keeps its queries in registers: at most 32 registers per thread."""
     return head(problem) <= KEPT
 
@@ -84,8 +84,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """The kernel's recipe. Lengths, strides and counts are parameters."""
     defines = {
         "WARPS": config.warps, "SPLIT": config.split, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
-        "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
-        "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
+        "KEEP": int(keeps(problem)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0),
+        "FROM_END": int(problem.from_end), "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
         "ROUNDED": int(problem.rounded), **general.sinks(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma("tfloat32"), ""])
@@ -117,7 +117,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = (1 if problem.rounded else 3) * 2 * rows * keys * wide / products
     parts = (1 if problem.rounded else 0.25) * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
     scores = rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 42
-    fragments = 4 * (2 * keys * wide + (0 if keeps(problem, config) else rows * wide)) / 128
+    fragments = 4 * (2 * keys * wide + (0 if keeps(problem) else rows * wide)) / 128
     held = min(resident, -(-blocks // device.multiprocessors))
     units = [working * held * x for x in (multiply, scores, fragments)]
     alone, late = 7.8 * (multiply + scores) + fragments, LATE[config.slots]

@@ -31,10 +31,12 @@ from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import FP32, is_float
 
 ARITY = 3
-TAP_INSTRUCTIONS, UNROLLED, ISSUED, CLOCK = 47, 12, 128, 1.75e9
+TAP_INSTRUCTIONS, UNROLLED, FEW_PRODUCT, PRODUCT, ISSUED, CLOCK = 47, 12, 22, 6, 128, 1.75e9
 """TAP_INSTRUCTIONS: instructions of a thread per tap in a loop (12 heads of 512 tokens and 64 features, 65 taps: 41 us
 on an H200). UNROLLED: the same of unrolled taps, for each channel of the thread and once more (9 timings of CoaT on an H200: 57
-channels, 56 x 56 pixels, batch 8, 7x7 56 us, 5x5 29 us). ISSUED: thread instructions that a multiprocessor issues per cycle;
+channels, 56 x 56 pixels, batch 8, 7x7 56 us, 5x5 29 us). FEW_PRODUCT: instructions per product where the loads of all taps may be in
+flight at once (FastViT-T8 in fp32, batch 8: 49 taps, 48 -> 96 channels, 32 x 32 pixels 31 us; 16 and 9.5 us at the next two
+sizes). PRODUCT: the same in a loop over the input channels, an assumption: two loads, their addresses and the sum. ISSUED: thread instructions that a multiprocessor issues per cycle;
 CLOCK: Hz."""
 
 
@@ -195,6 +197,13 @@ FEW_INSIDE = 4
 """Most input channels of a filter whose loads of several taps are in flight at once."""
 
 
+def _direct_seconds(b: Builder, op: Op, taps: float, inside: int, *, together: bool = False) -> float:
+    """Seconds in which the GPU issues the instructions of a thread per result, with ``taps`` of ``inside`` channels each. ``together``:
+    the loads of several taps may be in flight at once."""
+    each = FEW_PRODUCT * inside if together and taps <= MOST_APART else TAP_INSTRUCTIONS + PRODUCT * inside
+    return math.prod(op.outputs[0].type.static_shape) * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
+
+
 class DirectConv(Tactic):
     """Any convolution of up to three spatial axes, grouped or not, with one output element per thread."""
 
@@ -205,6 +214,11 @@ class DirectConv(Tactic):
         if axes > 3:
             return f"it has {axes} spatial axes"
         return None if is_float(op.outputs[0].type.dtype) else "it is not of floating point"
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """Predicted seconds, from the instructions of all threads."""
+        _, inside, *kernel = b.graph.type(op.inputs[1]).static_shape  # type: ignore[arg-type]
+        return _direct_seconds(b, op, math.prod(kernel), inside, together=inside <= FEW_INSIDE)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
@@ -269,6 +283,11 @@ class DirectConvTranspose(Tactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return DirectConv().refuse(b, op)
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """Predicted seconds, from the instructions of all threads. A result meets one tap for each stride."""
+        inside, _, *kernel = b.graph.type(op.inputs[1]).static_shape  # type: ignore[arg-type]
+        return _direct_seconds(b, op, math.prod(kernel) / math.prod(op.attrs.strides), inside // op.attrs.group)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
