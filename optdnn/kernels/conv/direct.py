@@ -201,7 +201,8 @@ def _direct_seconds(b: Builder, op: Op, taps: float, inside: int, *, together: b
     """Seconds in which the GPU issues the instructions of a thread per result, with ``taps`` of ``inside`` channels each. ``together``:
     the loads of several taps may be in flight at once."""
     each = FEW_PRODUCT * inside if together and taps <= MOST_APART else TAP_INSTRUCTIONS + PRODUCT * inside
-    return math.prod(op.outputs[0].type.static_shape) * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
+    results: int = math.prod(op.outputs[0].type.static_shape)
+    return results * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
 
 class DirectConv(Tactic):
