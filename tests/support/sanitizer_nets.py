@@ -115,6 +115,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "narrow groups": {"conv.general.BandedConv.defer": _always},
     "few channels": {"conv.narrow.NarrowConv.defer": _never},
     "bands": {"conv.general.BandedConv.defer": _never},
+    "stacks fp32": {"gemm.tiles.FEWEST": 0},
+    "stacks tf32": {"gemm.matmul.LEAST": 0},
     "pairs of channels": {f"gemm.paired.{c}.defer": _never for c in ("PairedGemm", "PairedPartsGemm")},
     "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},
     "scalar tiles": {"conv.parts.PartsConv.defer": _always, "conv.parts.PartsGemm.defer": _always},
