@@ -310,6 +310,13 @@ def engine_of(workload: Workload, feeds: Mapping[str, Any] | None = None, **opti
     return optdnn.build(model, shapes={k: np.shape(v) for k, v in found.items()}, **options)
 
 
+def save_engine(workload: Workload, folder: Path, **options: Any) -> None:
+    """Build the workload's engine, and save it and its inputs in a folder: ``engine`` and ``feeds.npz``."""
+    feeds = feeds_of(workload, None if workload.source in TORCH else onnx_of(workload))
+    engine_of(workload, feeds, **options).save(folder / "engine")
+    np.savez(folder / "feeds.npz", **feeds)
+
+
 @contextmanager
 def forbidden(tactic: str) -> Iterator[None]:
     """In this context, builds for GPUs do not use the tactic ("": they may use all)."""
