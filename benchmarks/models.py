@@ -317,6 +317,11 @@ def save_engine(workload: Workload, folder: Path, **options: Any) -> None:
     np.savez(folder / "feeds.npz", **feeds)
 
 
+def kinds_on_cpu(engine: Any) -> list[str]:
+    """The kinds of operators that a GPU's engine runs on the CPU."""
+    return sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])})
+
+
 @contextmanager
 def forbidden(tactic: str) -> Iterator[None]:
     """In this context, builds for GPUs do not use the tactic ("": they may use all)."""

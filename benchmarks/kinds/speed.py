@@ -36,7 +36,17 @@ import numpy as np
 import optdnn
 from benchmarks import products
 from benchmarks.harness import Job, Kind, release, tune_argument, tuned_for, turn
-from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
+from benchmarks.models import (
+    TORCH,
+    engine_of,
+    feeds_of,
+    forbidden,
+    kinds_on_cpu,
+    module_of,
+    onnx_of,
+    ranged,
+    tests_on_path,
+)
 from benchmarks.rows import Row, error_text
 from benchmarks.workloads import Workload
 from optdnn.errors import MissingDependency
@@ -147,7 +157,7 @@ def _built(job: Job, name: str, times: Path | None) -> Row:
         "arena_bytes": p.arena_bytes,
         **{k: v for k, v in p.meta.get("streams", {"lanes": 1}).items() if k in ("lanes", "aside")},
         "library_steps": sum(s.params.get("tactic", "").split(" ")[0].endswith(LIBRARIES) for s in p.steps),
-        "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
+        "on_cpu": kinds_on_cpu(engine),
     }
     tuning: Any = engine.report.get("tuning") if engine.report else None
     if tuning:
