@@ -23,6 +23,12 @@ LOOK_S = 1.0
 """Seconds between two looks at how long a child was stopped."""
 
 
+def environment_with(**variables: str) -> dict[str, str]:
+    """This process's environment for a child that imports this package, with further variables."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
 class OutOfTime(Exception):
     """A child did not answer in time."""
 
@@ -42,8 +48,7 @@ class Worker:
         """Start the process, unless it runs. Raises RuntimeError or OutOfTime if it does not start."""
         if self._process is not None:
             return
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}
+        environment = environment_with(**self._environment)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the child)
         with self._state:
             self._process = subprocess.Popen(

@@ -276,6 +276,22 @@ def _plain(options: argparse.Namespace) -> Row:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
 
 
+def tune_argument(parser: argparse.ArgumentParser) -> None:
+    """The option ``--tune`` of kinds whose engines may be tuned."""
+    text = "tune each engine for S seconds (default: the cost model chooses)"
+    parser.add_argument("--tune", type=float, default=0.0, metavar="S", help=text)
+
+
+def tuned_for(seconds: float) -> str:
+    """The end of a setup's name: how long its engines were tuned."""
+    return f" tuned {seconds:g} s" if seconds else ""
+
+
+def tuning(seconds: float) -> dict[str, Any]:
+    """Build options: tactics by measurement for some seconds, or (0) by the cost model."""
+    return {"tactics": "auto", "budget": seconds} if seconds else {"tactics": "heuristic"}
+
+
 def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str]]:
     """The workloads and variants that the options ask for."""
     shared = shared_names() if os.environ.get(SHARED) else []

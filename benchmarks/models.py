@@ -171,9 +171,9 @@ def feeds_of(workload: Workload, model: Any = None, *, seed: int = 1) -> Feeds:
     }
 
 
-def calibration(feeds: Mapping[str, Any], *, seed: int = 5) -> Feeds:
+def calibration(feeds: Mapping[str, Any]) -> Feeds:
     """Inputs of the same kind, for calibration."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(5)
     return {
         k: (v + rng.standard_normal(v.shape).astype(v.dtype) * 0.1).astype(v.dtype) if v.dtype.kind == "f" else v
         for k, v in feeds.items()
@@ -308,6 +308,18 @@ def engine_of(workload: Workload, feeds: Mapping[str, Any] | None = None, **opti
     if "8" in options["precision"]:
         options.setdefault("calib", [calibration(found)])
     return optdnn.build(model, shapes={k: np.shape(v) for k, v in found.items()}, **options)
+
+
+def save_engine(workload: Workload, folder: Path, **options: Any) -> None:
+    """Build the workload's engine, and save it and its inputs in a folder: ``engine`` and ``feeds.npz``."""
+    feeds = feeds_of(workload, None if workload.source in TORCH else onnx_of(workload))
+    engine_of(workload, feeds, **options).save(folder / "engine")
+    np.savez(folder / "feeds.npz", **feeds)
+
+
+def kinds_on_cpu(engine: Any) -> list[str]:
+    """The kinds of operators that a GPU's engine runs on the CPU."""
+    return sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])})
 
 
 @contextmanager

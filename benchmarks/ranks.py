@@ -36,9 +36,9 @@ from optdnn.types import FP16, Array
 Feeds = dict[str, Array]
 
 
-def bert(layers: int, batch: int = 32, length: int = 384) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
+def bert(layers: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
     """The encoder of BERT-large on embedded tokens."""
-    width, heads, inner = 1024, 16, 4096
+    batch, length, width, heads, inner = 32, 384, 1024, 16, 4096
     rng = np.random.default_rng(0)
     nodes: list[Any] = []
     tensors: list[Any] = []

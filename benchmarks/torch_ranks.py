@@ -15,6 +15,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn import functional
 
+TOKENS = 200
+"""Tokens that are timed."""
+
 
 def reduced(x: Tensor) -> Tensor:
     """The sum over the ranks, as an operator that torch.compile keeps in its graph."""
@@ -131,14 +134,14 @@ def gpu_ms(graph: torch.cuda.CUDAGraph) -> float:
     return statistics.median(events[2 * k].elapsed_time(events[2 * k + 1]) for k in range(60))
 
 
-def wall_ms(graph: torch.cuda.CUDAGraph, token: Tensor, tokens: int = 200) -> float:
+def wall_ms(graph: torch.cuda.CUDAGraph, token: Tensor) -> float:
     """Milliseconds of a token by the wall clock, each read by the host."""
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(tokens):
+    for _ in range(TOKENS):
         graph.replay()
         token.item()
-    return 1000 * (time.perf_counter() - start) / tokens
+    return 1000 * (time.perf_counter() - start) / TOKENS
 
 
 def main() -> None:

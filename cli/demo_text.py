@@ -69,7 +69,7 @@ def show_chart(measured: Sequence[Mapping[str, Any]]) -> None:
     for line in chart(rows):
         stdout.print(line)
     if any(n["versus"] and n["versus"]["verdict"] == "unstable" for n in measured if "versus" in n):
-        stdout.print("a range (0.9–1.1×): the rounds differ too much to decide which is faster")
+        stdout.print("a range (0.9–1.1×): it is not clear which is faster")
     for n in measured:
         if n.get("median_ms") is None and "unsupported" not in n:
             stdout.print(f"{n['name']}: optdnn – ms: {n['error']}")

@@ -25,10 +25,11 @@ import numpy as np
 
 import optdnn
 from benchmarks.harness import Job, Kind
-from benchmarks.models import TORCH, engine_of, feeds_of, module_of, onnx_of, tensors_of, tests_on_path
+from benchmarks.models import TORCH, engine_of, feeds_of, kinds_on_cpu, module_of, onnx_of, tensors_of, tests_on_path
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 from optdnn.compare.checks import STEP
+from optdnn.compare.divergence import widest
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
@@ -142,7 +143,7 @@ def measure(job: Job) -> Row:
             error_of(a.astype(w.dtype) if w.dtype.kind == "f" else a, w) for a, w in zip(results, wanted, strict=True)
         ],
         "repeats": all(np.array_equal(got[k], again[k], equal_nan=True) for k in got),
-        "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
+        "on_cpu": kinds_on_cpu(engine),
     }
     coarser = COARSER.get(precision, 50)
     distance = {"box": BOX * coarser, "score": SCORE * coarser}
@@ -153,11 +154,11 @@ def measure(job: Job) -> Row:
             boxes["rounded"] = alone and alone["same"]
     found["agrees"] = agrees(found, job.prepared["another_input"], precision)
     if target.startswith("cuda"):
-        found |= checks(engine, feeds, precision)
+        found |= checks(engine, feeds)
     return {**found, "verdict": "right" if right(found) else "wrong"}
 
 
-def checks(engine: Any, feeds: dict[str, Any], precision: str) -> Row:
+def checks(engine: Any, feeds: dict[str, Any]) -> Row:
     """The results of the engine's own checks on a GPU."""
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singly
@@ -166,7 +167,7 @@ def checks(engine: Any, feeds: dict[str, Any], precision: str) -> Row:
     context: Any = runner.context()
     steps = check_steps(context, feeds)
     graph, singly = context.run(feeds), run_singly(context, feeds)
-    most = STEP.get(precision, STEP["fp16"])
+    most = widest(STEP, engine.precision)
     wrong = [e for e in steps if not e.error <= most]
     worst = max(steps, key=lambda e: e.error, default=None)
     return {

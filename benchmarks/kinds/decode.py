@@ -20,7 +20,7 @@ from typing import Any
 
 import optdnn
 from benchmarks import decoders
-from benchmarks.harness import Job, Kind, turn
+from benchmarks.harness import Job, Kind, tune_argument, tuned_for, tuning, turn
 from benchmarks.products import BANDWIDTH
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
@@ -31,28 +31,19 @@ WRONG = 0.1
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tune",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="tune each engine for S seconds (default: the cost model chooses)",
-    )
+    tune_argument(parser)
     parser.add_argument("--torch", action="store_true", help="PyTorch beside it, where one token is decoded")
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
     beside = " beside PyTorch" if options.torch else ""
-    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}{beside}"]
+    return [f"{options.target}{tuned_for(options.tune)}{beside}"]
 
 
 def prepare(job: Job) -> Row:
     """The engine."""
-    tuned: dict[str, Any] = (
-        {"tactics": "auto", "budget": job.options.tune} if job.options.tune else {"tactics": "heuristic"}
-    )
-    how = {"target": job.options.target, "precision": "fp16", "io_dtype": "fp16", **tuned}
-    engine = optdnn.build(decoders.model(job.workload), **how)
+    how: dict[str, Any] = {"target": job.options.target, "precision": "fp16", "io_dtype": "fp16"}
+    engine = optdnn.build(decoders.model(job.workload), **how, **tuning(job.options.tune))
     engine.save(job.folder / "engine")
     return {"launches": len(engine.program.steps), "arena_bytes": engine.program.arena_bytes}
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import optdnn
-from benchmarks.harness import Job, Kind
+from benchmarks.harness import Job, Kind, tuned_for
 from benchmarks.models import onnx_of
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
-    return [f"{options.target} {options.sizes}{f' tuned {options.tuned:g} s' if options.tuned else ''}"]
+    return [f"{options.target} {options.sizes}{tuned_for(options.tuned)}"]
 
 
 def batch_axes(models: dict[int, Any]) -> dict[str, int]:

@@ -36,7 +36,7 @@ from optdnn.precision.cpu_target import cpu_rounds
 from optdnn.precision.gpu_target import gpu_rounds
 from optdnn.precision.metrics import metric_of
 from optdnn.precision.turns import identity, once_each, paired
-from optdnn.report.precision import declined
+from optdnn.report.precision import chosen_plan, declined
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.racing.race import Versus
 from optdnn.runtime.steps.executor import LoadOptions
@@ -206,7 +206,7 @@ def _size(engine: Engine) -> dict[str, int]:
 
 def auto_facts(auto: Mapping[str, Any]) -> Row:
     """From auto's report: the choice, how it was verified, and why single precisions were declined."""
-    chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
+    chosen = chosen_plan(auto)
     return {
         "chosen": auto["chosen"], "bound": auto["metric"]["bound"], "verification": auto["samples"]["verification"],
         **{k: chosen.get(k) for k in ("drop", "verified", "expected")}, "declined": declined(auto),

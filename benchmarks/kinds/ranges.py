@@ -68,7 +68,7 @@ def measure(job: Job) -> Row:
 
 
 def _rounded(error: float) -> float:
-    """``value`` with three digits."""
+    """An error with three digits."""
     return float(f"{error:.2e}")
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 import optdnn
-from benchmarks.harness import Job, Kind, turn
-from benchmarks.models import TORCH, engine_of, feeds_of, onnx_of
+from benchmarks.harness import Job, Kind, tune_argument, tuned_for, tuning, turn
+from benchmarks.models import save_engine
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 from optdnn.runtime.cuda.measuring.cliffs import cliffs
@@ -47,31 +47,17 @@ NAMES = 60
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tune",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="tune each engine for S seconds (default: the cost model chooses)",
-    )
+    tune_argument(parser)
     parser.add_argument("--predicted", action="store_true", help="the times that engines record, without a GPU")
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
-    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}{' predicted' * options.predicted}"]
+    return [f"{options.target}{tuned_for(options.tune)}{' predicted' * options.predicted}"]
 
 
 def prepare(job: Job) -> Row:
     """The engine, and inputs for it."""
-    workload = job.workload
-    feeds = feeds_of(workload, None if workload.source in TORCH else onnx_of(workload))
-    options = {
-        "tactics": "auto" if job.options.tune else "heuristic",
-        "budget": job.options.tune or None,
-        "io_dtype": "fp16",
-    }
-    engine_of(workload, feeds, target=job.options.target, **options).save(job.folder / "engine")
-    np.savez(job.folder / "feeds.npz", **feeds)
+    save_engine(job.workload, job.folder, target=job.options.target, io_dtype="fp16", **tuning(job.options.tune))
     return {}
 
 

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.children import environment_with
 from benchmarks.models import tests_on_path
-from benchmarks.rows import ROOT, Results, Row, command_parser, say
+from benchmarks.rows import Results, Row, command_parser, say
 
 tests_on_path()
 
@@ -44,8 +45,7 @@ def watched(tool: str, folder: Path, name: str, fault: int, seconds: int) -> tup
     start = time.time()
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks", "sanitize",
                "--folder", str(folder), "--run", name, "--fault", str(fault), "--tools", tool]  # fmt: skip
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OPTDNN_CACHE": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = environment_with(OPTDNN_CACHE=str(folder))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     except subprocess.TimeoutExpired:

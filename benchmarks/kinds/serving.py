@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import optdnn
-from benchmarks.rows import command_parser, say
+from benchmarks.rows import ROOT, command_parser, say
 from benchmarks.serving.clients import rows_of
 from optdnn.errors import RunError
 from optdnn.serving.datatypes import datatype
@@ -32,8 +32,6 @@ Samples = dict[int, tuple[str, list[tuple[float, float]]]]
 PROTOCOLS = ("engine", "plain", "http", "grpc", "shared", "cuda", "echo")
 SAMPLES = 180
 """Most samples of memory in a run, which are at least a second apart."""
-ROOT = Path(__file__).parents[2]
-"""The working folder of the processes, in which they find this package."""
 
 
 def serving(words: Sequence[str]) -> int:

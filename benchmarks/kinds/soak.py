@@ -20,7 +20,7 @@ import numpy as np
 
 import optdnn
 from benchmarks.harness import Job, Kind
-from benchmarks.models import TORCH, engine_of, feeds_of, onnx_of
+from benchmarks.models import save_engine
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
@@ -51,11 +51,8 @@ def adjusted(workloads: list[Workload]) -> list[Workload]:
 
 def prepare(job: Job) -> Row:
     """The engine, and inputs for it."""
-    workload = job.workload
-    feeds = feeds_of(workload, None if workload.source in TORCH else onnx_of(workload))
     options = {"tactics": "heuristic"} if job.options.target != "cpu" else {}
-    engine_of(workload, feeds, target=job.options.target, **options).save(job.folder / "engine")
-    np.savez(job.folder / "feeds.npz", **feeds)
+    save_engine(job.workload, job.folder, target=job.options.target, **options)
     return {}
 
 

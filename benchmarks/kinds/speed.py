@@ -35,8 +35,18 @@ import numpy as np
 
 import optdnn
 from benchmarks import products
-from benchmarks.harness import Job, Kind, release, turn
-from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
+from benchmarks.harness import Job, Kind, release, tune_argument, tuned_for, turn
+from benchmarks.models import (
+    TORCH,
+    engine_of,
+    feeds_of,
+    forbidden,
+    kinds_on_cpu,
+    module_of,
+    onnx_of,
+    ranged,
+    tests_on_path,
+)
 from benchmarks.rows import Row, error_text
 from benchmarks.workloads import Workload
 from optdnn.errors import MissingDependency
@@ -68,7 +78,7 @@ SAMPLES = 16
 def arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join((*ENGINES, *TORCH_RIVALS))
     parser.add_argument("--rivals", help=f"of {names} (on the CPU: onnxruntime, openvino)")
-    parser.add_argument("--tune", type=float, default=0.0, metavar="S", help="seconds of tuning for each engine (none)")
+    tune_argument(parser)
     parser.add_argument("--timing-cache", type=Path, help="times measured in tuning are added to it")
     parser.add_argument("--rounds", type=int, default=4, help="turns that each candidate gets")
     parser.add_argument("--turn", type=float, default=0.03, metavar="SECONDS", help="of one turn")
@@ -84,9 +94,8 @@ def rivals_of(options: argparse.Namespace) -> list[str]:
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
-    tuned = f" tuned {options.tune:g} s" if options.tune else ""
     flushed = " L2 flushed" if options.flush_l2 else ""
-    return [f"{options.target} {','.join(rivals_of(options))}{tuned}{flushed}"]
+    return [f"{options.target} {','.join(rivals_of(options))}{tuned_for(options.tune)}{flushed}"]
 
 
 # ---------------------------------------------------------------- preparing: needs no GPU, unless tactics are measured
@@ -148,7 +157,7 @@ def _built(job: Job, name: str, times: Path | None) -> Row:
         "arena_bytes": p.arena_bytes,
         **{k: v for k, v in p.meta.get("streams", {"lanes": 1}).items() if k in ("lanes", "aside")},
         "library_steps": sum(s.params.get("tactic", "").split(" ")[0].endswith(LIBRARIES) for s in p.steps),
-        "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
+        "on_cpu": kinds_on_cpu(engine),
     }
     tuning: Any = engine.report.get("tuning") if engine.report else None
     if tuning:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from optdnn.compare.divergence import finite, tolerance_of
+from optdnn.compare.divergence import finite, tolerance_of, widest
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.split_weights import put_together
@@ -113,7 +113,7 @@ def judge(
     the comparison proves nothing.
     """
     share = tolerance_of(precision) if tolerance is None else tolerance
-    floor = ROUNDINGS * max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
+    floor = ROUNDINGS * widest(ROUNDOFF, precision)
     worst: tuple[float, float, float, str] | None = None
     blind: list[str] = []
     for name, exact in want.items():
@@ -141,8 +141,7 @@ def exact_results(
     """In float64: the results of ``feeds``, of ``other``, and of ``feeds`` after a rounding of the precision (of the
     inputs; and of scores that the network ranks, which may be nearly tied)."""
     exact = promote(graph)
-    amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
-    given = promoted_feeds(feeds)
+    given, amount = promoted_feeds(feeds), widest(ROUNDOFF, precision)
     return evaluate(exact, given), evaluate(exact, promoted_feeds(other)), nudged_results(exact, given, amount)
 
 
@@ -277,7 +276,7 @@ def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
     """Each launch alone against its step's meaning; its results are filled with NaN before the launch."""
     from optdnn.runtime.cuda.trials.check import check_steps
 
-    limit = max((STEP[p] for p in precision.split("+") if p in STEP), default=STEP["fp32"])
+    limit = widest(STEP, precision)
     steps = check_steps(context, feeds)
     if not steps:
         return not_checked("nothing is launched on the GPU")

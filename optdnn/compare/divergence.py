@@ -183,7 +183,12 @@ def find(
 
 def tolerance_of(precision: str) -> float:
     """The tolerance of a precision; for several ("int8+bf16") the widest."""
-    return max((TOLERANCE[p] for p in precision.split("+") if p in TOLERANCE), default=TOLERANCE["fp32"])
+    return widest(TOLERANCE, precision)
+
+
+def widest(bounds: Mapping[str, float], precision: str) -> float:
+    """The largest of the bounds of an engine's precisions ("int8+bf16"); that of fp32 if none of them has a bound."""
+    return max((bounds[p] for p in precision.split("+") if p in bounds), default=bounds["fp32"])
 
 
 def histogram(got: Array, want: Array) -> tuple[int, ...]:

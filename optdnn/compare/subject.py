@@ -69,7 +69,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
-    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
+    shapes = _fixed(engine)
     options = BuildOptions(
         target=engine.target,
         precision=_asked(made.get("precision", engine.precision), data),
@@ -96,7 +96,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
 def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
     """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError if
     inputs or outputs of the model are not the engine's."""
-    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
+    shapes = _fixed(engine)
     made = engine.meta.get("options", {})
     preprocess, postprocess = specs_of(engine)
     asked = BuildOptions(
@@ -123,6 +123,11 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
             f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
         )
     return original
+
+
+def _fixed(engine: Engine) -> dict[str, tuple[int | None, ...]]:
+    """The shapes of an engine's inputs as a build takes them; None for a size that is not fixed."""
+    return {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
 
 
 def _asked(precision: str, data: Mapping[str, Any]) -> str:

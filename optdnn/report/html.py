@@ -86,7 +86,7 @@ def _compared(report: _Report) -> list[dict[str, str]]:
     for v in report["versus"]:
         if v["verdict"] == "unstable":
             low, high = v["range"]
-            found.append(figure("too unstable", f"to rank against {v['against']}: {low:.2f} to {high:.2f}×"))
+            found.append(figure("not clear", f"if faster than {v['against']}: {low:.2f} to {high:.2f}×"))
         else:
             tone = {"faster": "good", "slower": "bad"}.get(v["verdict"], "")
             found.append(figure(words.times(v["speedup"]), f"as fast as {v['against']}", tone))

@@ -62,6 +62,11 @@ def remark(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
+def chosen_plan(auto: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row of the plan that was chosen."""
+    return next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
+
+
 def _expects(auto: Mapping[str, Any]) -> bool:
     return any(c.get("expected") is not None for c in auto["candidates"])
 
@@ -124,7 +129,7 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
     """The meaning of the expected drop, its value for the chosen plan, and when it is too low."""
     if not _expects(auto):
         return []
-    chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
+    chosen = chosen_plan(auto)
     found = [
         "expected from margins: the loss that is likely on new samples. A sample's margin is its right class's score minus the "
         "next score; a plan's errors take a part of it. The largest of this and both drops must meet the bound"
@@ -150,7 +155,7 @@ def _counted(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
 
 def declined(auto: Mapping[str, Any]) -> list[str]:
     """Why each single precision was not taken: its loss and the operators that cause it, or its time."""
-    chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
+    chosen = chosen_plan(auto)
     metric, found = auto["metric"], []
     for c in auto["candidates"]:
         if not c["single"] or c["name"] == auto["chosen"] or c.get("error"):

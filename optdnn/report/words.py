@@ -80,14 +80,15 @@ def bytes_text(n: int) -> str:
 
 
 def speedup_text(row: Mapping[str, Any]) -> str:
-    """A row's speedup with its interval; no figure where the interval is too wide to rank."""
+    """A row's speedup with its interval; no figure where the interval decides nothing: it is wide, or reaches across the 2 % within
+    which two are equal."""
     if row["speedup"] is None:
         return "–"
     if row["verdict"] == "baseline":
         return "baseline"
     low, high = row["speedup_range"]
     interval = f"{low:.2f} to {high:.2f}"
-    return f"too unstable ({interval})" if row["verdict"] == "unstable" else f"{times(row['speedup'])} ({interval})"
+    return f"not clear ({interval})" if row["verdict"] == "unstable" else f"{times(row['speedup'])} ({interval})"
 
 
 def sentences(report: Mapping[str, Plain]) -> list[str]:
@@ -155,7 +156,7 @@ def _versus(subject: str, v: Mapping[str, Any]) -> str:
     low, high = v["range"]
     interval = f"{low:.2f} to {high:.2f}"
     if v["verdict"] == "unstable":
-        return f"{subject} against {v['against']}: too unstable to rank ({interval} times as fast)"
+        return f"{subject} against {v['against']}: not clear which is faster ({interval} times as fast)"
     if v["verdict"] == "equal":
         return f"{subject} is as fast as {v['against']}, within 2 % ({interval})"
     return f"{subject} is {v['speedup']:.2f} times as fast as {v['against']} ({interval})"

@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.trials.process import CandidateLost
 from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.measuring.machine import usable_cores
-from optdnn.tuning.candidates import Problem, Trial
+from optdnn.tuning.candidates import SCATTER, Problem, Trial
 from optdnn.tuning.session import SPENT, Session
 from optdnn.tuning.timing_cache import Candidate
 from optdnn.tuning.timing_keys import candidate_key, versions_of
@@ -23,8 +23,6 @@ WAVE = 6
 """Candidates of a problem per wave."""
 WORTH = 5e-4
 """A problem stays open while its untried candidates promise to gain more than this fraction of the network's time."""
-SCATTER = 0.15
-"""The relative error of the cost model: a candidate may be this much faster than predicted."""
 ROUGH = 1.5
 """A candidate this many times slower than the best so far is timed roughly."""
 

@@ -17,6 +17,8 @@ from optdnn.types import TensorSpec
 
 FIRST = 4
 """Candidates without a prediction come after this many of the ranked ones."""
+SCATTER = 0.15
+"""The relative error of the cost model: a candidate may be this much faster or slower than predicted."""
 MOST = 36
 """At most this many configurations of a tactic are tried for a problem."""
 

@@ -17,9 +17,8 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.tactic import Tactic
 from optdnn.lowering.choose import Selection, TacticChoice, offers_of, usable
 from optdnn.lowering.table import TACTICS
+from optdnn.tuning.candidates import SCATTER
 
-SCATTER = 0.15
-"""The relative error of the cost model: a known configuration may be predicted this much slower than the best."""
 Key = tuple[str, tuple[str, ...]]
 """An operator in plans for several sizes: its kind, and the ONNX nodes that it comes from."""
 Rows = Iterable[Mapping[str, Any]]

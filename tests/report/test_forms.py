@@ -154,13 +154,13 @@ def test_instability_is_said_and_not_ranked(altered: dict[str, Any]) -> None:
         versus("slower", 0.5, 0.4, 0.6),
     ]
     said = sentences(altered)
-    assert said[0] == "optdnn against other: too unstable to rank (0.80 to 1.30 times as fast)"
+    assert said[0] == "optdnn against other: not clear which is faster (0.80 to 1.30 times as fast)"
     assert said[1] == "optdnn is as fast as other, within 2 % (0.99 to 1.01)"
     assert said[2] == "optdnn is 0.50 times as fast as other (0.40 to 0.60)"
     source = to_html(altered)
-    assert "too unstable</b><span>to rank against other: 0.80 to 1.30×" in source
+    assert "not clear</b><span>if faster than other: 0.80 to 1.30×" in source
     unstable = {"verdict": "unstable", "speedup": 1.05, "speedup_range": [0.8, 1.3]}
-    assert speedup_text(unstable) == "too unstable (0.80 to 1.30)"
+    assert speedup_text(unstable) == "not clear (0.80 to 1.30)"
     assert speedup_text(unstable | {"verdict": "faster"}) == "1.05× (0.80 to 1.30)"
 
 
