@@ -308,13 +308,16 @@ def _numbered(graph: Graph, value: Value, most: int) -> Array | None:
 
 
 def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
-    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows."""
+    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows, whose end is the number of these."""
     if cut.kind != "Slice" or len(cut.inputs) != 4:
         return False
     starts, axes = (graph.constant_value(cut.inputs[slot]) for slot in (1, 3))
     if starts is None or axes is None or (starts.tolist(), axes.tolist()) != ([0], [rows.axis]):
         return False
-    return graph.type(operand(cut)).dims[rows.axis] == most * rows.per
+    end, entries = graph.known(cut.inputs[2]), cut.outputs[0].type.dims[rows.axis]
+    if end is None or end.tolist() != [entries] or graph.type(cut.inputs[2]).dtype != INT64:
+        return False
+    return bounds(entries)[0] >= 0 and graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
 
 def _padded(patch: Patch, value: Value, rows: Rows, source: Value | None) -> Value:
