@@ -91,6 +91,13 @@ def without_factor(count: Dim) -> Dim:
     return found if isinstance(found, Dim) else count
 
 
+def _per(entries: Dim, count: Dim) -> int:
+    """The number of entries of each of ``count`` rows."""
+    per = floordiv(entries, count)
+    assert isinstance(per, int)
+    return per
+
+
 class SelectedRows:
     """The operators that compute rows that masks select.
 
@@ -213,9 +220,7 @@ class SelectedRows:
     def _entries(self, d: Dim) -> int:
         """The size along the axis of rows."""
         count = without_factor(d)
-        per = floordiv(d, count)
-        assert isinstance(per, int)
-        return per * self.rows(count)
+        return _per(d, count) * self.rows(count)
 
     def copied(self, patch: Patch) -> dict[Value, Value]:
         """Add copies of the operators that compute all rows. Returns old value -> value with all rows."""
@@ -249,7 +254,7 @@ class SelectedRows:
         entries, dims = count_of(self.graph, value), self.graph.type(value).dims
         assert entries is not None
         count = without_factor(entries)
-        per = self._entries(entries) // self.rows(count)
+        per = _per(entries, count)
         flags = [part.flags(patch, per) for part in self.parts[count]]
         flag = flags[0] if len(flags) == 1 else patch.add("Concat", flags, ConcatAttrs(0))
         if len(dims) == 1:

@@ -238,6 +238,15 @@ def test_nested_selections_are_structured_and_idempotent(order: str) -> None:
     )
 
 
+@pytest.mark.parametrize("order", ["size", "score"])
+def test_no_box_at_all(order: str) -> None:
+    text = LARGE.replace("SELECT", NESTED[order]).replace("[40", "[0")
+    graph = from_text(text)
+    after = graph.copy()
+    assert "nested_selections" in {f.rule for f in MaskedRows()(after, GPU).fired}
+    assert same_boxes(graph, after, {"boxes": np.zeros((0, 4), np.float32), "scores": np.zeros(0, np.float32)}) == 0
+
+
 def test_no_number_is_above_a_score() -> None:
     """Comparisons with NaN are false, in both masks."""
     graph = from_text(LARGE.replace("SELECT", SIZE_FIRST))
@@ -362,6 +371,16 @@ def test_kept_boxes_are_scaled_before() -> None:
     after, _ = check_pass(MaskedRows(), SCALED, changes=1, rules={"taken_last": 1}, context=GPU)
     assert unknown(after) == {"NonMaxSuppression", "Gather"}
     assert after.kinds()["Gather"] == 2
+
+
+def test_views_of_kept_boxes_of_none() -> None:
+    text = SCALED.replace("[1,40,4]", "[1,0,4]").replace("[1,1,40]", "[1,1,0]").replace("[40,4] x", "[0,4] x")
+    text = text.replace(
+        "near = Exp(right)", "flat6 = Reshape(right, wide) more = Exp(flat6) near = Reshape(more, tall)"
+    )
+    text = text.replace("int64 third", "int64[3] wide = {-1, 2, 1}, int64[2] tall = {-1, 2}, int64 third")
+    after = from_text(text)
+    assert "taken_last" in {f.rule for f in MaskedRows()(after, GPU).fired}
 
 
 def test_rows_of_two_selections_are_left() -> None:
