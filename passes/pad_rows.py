@@ -315,7 +315,7 @@ def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
     if starts is None or axes is None or (starts.tolist(), axes.tolist()) != ([0], [rows.axis]):
         return False
     end, entries = graph.known(cut.inputs[2]), cut.outputs[0].type.dims[rows.axis]
-    if end is None or end.tolist() != [entries] or graph.type(cut.inputs[2]).dtype != INT64:
+    if end is None or end.tolist() != [entries] or graph.type(operand(cut, 2)).dtype != INT64:
         return False
     return bounds(entries)[0] >= 0 and graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
