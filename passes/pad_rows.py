@@ -30,7 +30,7 @@ from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport
 from optdnn.passes.support.facts import integers, operand
 from optdnn.passes.support.filled_rows import filled_up, fills_up
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
-from optdnn.passes.support.selected_rows import with_first_box
+from optdnn.passes.support.selected_rows import reads_elsewhere, with_first_box
 from optdnn.types import INT64, Array, normalize_axis
 
 WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "ResizedPeaks", "RoiAlign"})
@@ -233,6 +233,8 @@ def _build(patch: Patch, part: _Part) -> None:
         indices = r.op.input(1)
         if by_number(r) and indices is not None:
             operands[indices] = _from_front(patch, new.get(indices, indices), _times(patch, number, r.operand_rows[0]))
+        elif indices is not None and reads_elsewhere(r):
+            operands[indices] = _if_any(patch, new.get(indices, indices), number)
         made = copy_of(patch, r, operands, most)
         new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
     for pad, rows in part.filled():
@@ -308,13 +310,16 @@ def _numbered(graph: Graph, value: Value, most: int) -> Array | None:
 
 
 def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
-    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows."""
+    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows, whose end is the number of these."""
     if cut.kind != "Slice" or len(cut.inputs) != 4:
         return False
     starts, axes = (graph.constant_value(cut.inputs[slot]) for slot in (1, 3))
     if starts is None or axes is None or (starts.tolist(), axes.tolist()) != ([0], [rows.axis]):
         return False
-    return graph.type(operand(cut)).dims[rows.axis] == most * rows.per
+    end, entries = graph.known(cut.inputs[2]), cut.outputs[0].type.dims[rows.axis]
+    if end is None or end.tolist() != [entries] or graph.type(operand(cut, 2)).dtype != INT64:
+        return False
+    return bounds(entries)[0] >= 0 and graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
 
 def _padded(patch: Patch, value: Value, rows: Rows, source: Value | None) -> Value:
@@ -341,6 +346,12 @@ def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
         indices = patch.add("Cast", [indices], CastAttrs(INT64))
     negative = patch.add("Less", [indices, zero(patch, INT64)])
     return patch.add("Where", [negative, patch.add("Add", [indices, size]), indices])
+
+
+def _if_any(patch: Patch, indices: Value, number: Value) -> Value:
+    """The indices, or zeros if there are no rows: the padding may hold no valid index then."""
+    there = patch.add("Less", [zero(patch, patch.type(number).dtype), number])
+    return patch.add("Where", [there, indices, zero(patch, patch.type(indices).dtype)])
 
 
 def _shape(patch: Patch, part: _Part, number: Value, op: Op) -> Value:

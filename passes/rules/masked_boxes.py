@@ -7,6 +7,8 @@ the suppression reads all boxes, and returns indices into all boxes. The scores 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -34,7 +36,7 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
     ends = _picked(graph, op)
     if isinstance(ends, Miss):
         return ends
-    read = [operand(end) for end in ends]
+    read = [operand(end) for end, _ in ends]
     if any(graph.type(v).dims[0] != count or count_of(graph, v) is None for v in read):
         return Miss("its indices also take rows of other tensors")
     found = SelectedRows(graph)
@@ -61,11 +63,11 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
         patch.replace(op.value, suppressed)
         box = patch.constant(np.array(2, np.int64), "box")
         numbers = patch.add("Gather", [suppressed, box], GatherAttrs(1))
-        for end in ends:
-            index = numbers if graph.type(operand(end, 1)).dims == graph.type(op.value).dims[:1] else operand(end, 1)
+        for end, whole in ends:
+            index = numbers if whole and len(graph.type(operand(end, 1)).dims) == 1 else operand(end, 1)
             patch.replace(end.value, patch.add("Gather", [new[operand(end)], index], end.attrs, src=end.src))
 
-    return Match((op, *found.ops, *ends), build)
+    return Match((op, *found.ops, *(end for end, _ in ends)), build)
 
 
 @rule("best_boxes", {"NonMaxSuppression"})
@@ -149,24 +151,39 @@ def _finite_scores(graph: Graph, op: Op) -> bool:
     return (found is not None and level_of(graph, *found) is not None) or has_lower_bound(graph, operand(op, 1))
 
 
-def _picked(graph: Graph, op: Op) -> list[Op] | Miss:
-    """The Gathers that take rows by the box indices in a suppression's result (…, 3); a Miss if other ops read these indices."""
-    ends: dict[int, Op] = {}
-    left = [(user, op.value) for user in graph.users(op.value)]
+@dataclass(frozen=True)
+class _Indices:
+    """A suppression's result (…, 3), or a part of it. ``boxes``: only the column of box indices. ``whole``: all rows, in order."""
+
+    value: Value
+    boxes: bool = False
+    whole: bool = True
+
+
+def _picked(graph: Graph, op: Op) -> list[tuple[Op, bool]] | Miss:
+    """The Gathers that take rows by the box indices in a suppression's result, and whether by all of them, in order.
+
+    A Miss if other operators read these indices."""
+    ends: dict[int, tuple[Op, bool]] = {}
+    left = [(user, _Indices(op.value)) for user in graph.users(op.value)]
     while left:
-        user, value = left.pop()
-        dims = graph.type(value).dims
-        if user.kind == "Gather" and user.attrs.axis == 0 and operand(user, 1) == value and operand(user) != value:
-            ends[user.id] = user
-        elif (
-            user.kind in RESHAPES
-            or (user.kind == "Slice" and ints(graph, user.input(3)) == (0,))
-            or (len(dims) == 2 and _column_of(graph, user) == 2)
-        ):
-            left += [(u, user.value) for u in graph.users(user.value)]
-        elif user.kind != "Shape" and not (len(dims) == 2 and _column_of(graph, user) in (0, 1)):
+        user, x = left.pop()
+        data = user.kind != "Output" and operand(user) == x.value
+        column = _column_of(graph, user) if data and not x.boxes else None
+        if user.kind == "Gather" and user.attrs.axis == 0 and x.boxes and not data:
+            ends[user.id] = (user, x.whole)
+        elif data and user.kind == "Slice" and ints(graph, user.input(3)) == (0,):
+            left += [(u, replace(x, value=user.value, whole=False)) for u in graph.users(user.value)]
+        elif column == 2 or (data and x.boxes and (user.kind in RESHAPES or _is_column(graph, user, x.value))):
+            left += [(u, replace(x, value=user.value, boxes=True)) for u in graph.users(user.value)]
+        elif user.kind != "Shape" and column is None:
             return Miss(f"{user.name} ({user.kind}) reads the indices of the remaining boxes")
     return [ends[i] for i in sorted(ends)]
+
+
+def _is_column(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether an operator takes the only column of a matrix."""
+    return graph.type(value).dims[1:] == (1,) and _column_of(graph, op) == 0
 
 
 def _column_of(graph: Graph, op: Op) -> int | None:

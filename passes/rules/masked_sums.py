@@ -33,7 +33,7 @@ def masked_sums(graph: Graph, op: Op) -> Match | Miss | None:
     values = [operand(op, slot) for slot in slots]
     if reduction == "none" or not op.outputs[0].type.is_static or any(count_of(graph, v) is None for v in values):
         return None
-    found = SelectedRows(graph)
+    found = SelectedRows(graph, edges=True)
     reason = found.collect(values)
     if reason is not None:
         return None if not found.choosers else Miss(reason)

@@ -39,7 +39,7 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         or count_of(graph, rows) is None
     ):
         return None
-    found = SelectedRows(graph)
+    found = SelectedRows(graph, edges=True)
     reason = found.collect([positions, rows])
     if reason is not None or not found.choosers:
         return None

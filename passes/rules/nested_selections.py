@@ -6,6 +6,7 @@ rows that remain are those of the mask ``m and p(x)``. PyTorch's exporters selec
 
 from __future__ import annotations
 
+from optdnn.dim import Dim
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
@@ -45,7 +46,8 @@ def nested_selections(graph: Graph, op: Op) -> Match | Miss | None:
         index = reshaped(patch, chosen, (-1,), src=op.src)
         for end in ends:
             if chosen_by(graph, operand(end)) is not None:  # positions among all rows
-                patch.replace(end.value, index)
+                dims = tuple(-1 if isinstance(d, Dim) else d for d in graph.type(end.value).dims)
+                patch.replace(end.value, index if len(dims) == 1 else reshaped(patch, chosen, dims, src=op.src))
                 continue
             attrs = GatherAttrs(_axis(graph, end))
             patch.replace(end.value, patch.add("Gather", [new[operand(end)], index], attrs, src=end.src))

@@ -351,8 +351,10 @@ def copy_of(patch: Patch, r: RowOp, operands: Mapping[Value, Value], rows: int |
     inputs = [None if v is None else operands.get(v, v) for v in op.inputs]
     names = [f"{out.name}.rows" for out in op.outputs]
     if op.kind in RESHAPES:
-        target = [-1 if rows is None and i == r.out.axis else d for i, d in enumerate(resized(shape, r.out, rows or 1))]
-        return patch.add_op("Reshape", [inputs[0], _numbers(patch, target)], ReshapeAttrs(), names=names, src=op.src)
+        target = [*shape]
+        target[r.out.axis] = -1 if rows is None else rows * r.out.per
+        attrs = ReshapeAttrs(allowzero=rows == 0)
+        return patch.add_op("Reshape", [inputs[0], _numbers(patch, target)], attrs, names=names, src=op.src)
     slot = SHAPED.get(op.kind)
     if slot is not None and op.input(slot) is not None:
         assert rows is not None, op.kind

@@ -20,7 +20,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
-from optdnn.passes.support.facts import integers, ints, operand, reshaped, sliced
+from optdnn.passes.support.facts import VIEWS, integers, ints, operand, reshaped, sliced
 from optdnn.passes.support.rows import RowOp, by_number, chosen_by, copy_of, row_op
 from optdnn.types import BOOL, INT64, normalize_axis
 
@@ -30,6 +30,8 @@ MOST_ELEMENTS = 1 << 28
 
 _FINDS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Range", "Shape"})
 """Kinds that return positions, or numbers of elements."""
+_TAKES = frozenset({"Cast", "Expand", "Gather", "GatherElements", "GatherND", "Identity", "Slice", *VIEWS})
+"""Kinds that return elements of operand 0."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,22 @@ def without_factor(count: Dim) -> Dim:
     return found if isinstance(found, Dim) else count
 
 
+def _per(entries: Dim, count: Dim) -> int:
+    """The number of entries of each of ``count`` rows."""
+    per = floordiv(entries, count)
+    assert isinstance(per, int)
+    return per
+
+
 class SelectedRows:
     """The operators that compute rows that masks select.
 
     ``axes``: the fewest axes of a mask whose positions these operators may read. ``kept``: the rows of a suppression's result are
-    selected rows, too.
+    selected rows, too. ``edges``: the rows that a mask may select are edges of a graph, and all of them name nodes.
     """
 
-    def __init__(self, graph: Graph, axes: int = 2, *, kept: bool = False) -> None:
-        self.graph, self.axes, self.kept = graph, axes, kept
+    def __init__(self, graph: Graph, axes: int = 2, *, kept: bool = False, edges: bool = False) -> None:
+        self.graph, self.axes, self.kept, self.edges = graph, axes, kept, edges
         self.members: list[tuple[Op, RowOp | None]] = []
         """The operators, in topological order. None stands for a Concat of rows, or an operator that selects rows."""
         self.leaves: dict[int, Part] = {}
@@ -168,7 +177,8 @@ class SelectedRows:
             if made is None or by_number(made):
                 return refusal
             found = self.parts.get(count)
-            if any(part.number is not None for part in found or ()) and reads_elsewhere(made):
+            chosen = any(part.first is not None or (part.mask and not self.edges) for part in found or ())
+            if chosen and reads_elsewhere(made):
                 return f"{op.name} ({op.kind}) may read positions that do not exist for other rows"
         if found is None:
             return refusal
@@ -210,9 +220,7 @@ class SelectedRows:
     def _entries(self, d: Dim) -> int:
         """The size along the axis of rows."""
         count = without_factor(d)
-        per = floordiv(d, count)
-        assert isinstance(per, int)
-        return per * self.rows(count)
+        return _per(d, count) * self.rows(count)
 
     def copied(self, patch: Patch) -> dict[Value, Value]:
         """Add copies of the operators that compute all rows. Returns old value -> value with all rows."""
@@ -246,7 +254,7 @@ class SelectedRows:
         entries, dims = count_of(self.graph, value), self.graph.type(value).dims
         assert entries is not None
         count = without_factor(entries)
-        per = self._entries(entries) // self.rows(count)
+        per = _per(entries, count)
         flags = [part.flags(patch, per) for part in self.parts[count]]
         flag = flags[0] if len(flags) == 1 else patch.add("Concat", flags, ConcatAttrs(0))
         if len(dims) == 1:
@@ -256,22 +264,35 @@ class SelectedRows:
 
 
 def reads_elsewhere(r: RowOp) -> bool:
-    """Whether an operator gathers by numbers from the network's inputs, which may be valid in the selected rows alone.
+    """Whether an operator gathers by numbers that may be valid in the selected rows alone.
 
-    Any position that a TopK, a NonZero or a suppression finds may be among the selected rows, so all of them are valid."""
+    These are numbers from the network's inputs, and positions of largest elements among more elements than it reads: labels of 91
+    classes, where a mask selects those of 80. Other positions that a TopK, a NonZero or a suppression finds are valid in all rows.
+    """
     if r.op.kind not in ("Gather", "GatherND", "GatherElements") or r.operand_rows[1] is None:
         return False
-    left, seen = [operand(r.op, 1)], set[Value]()
+    least = INF if r.op.kind == "GatherND" else bounds(r.dims(0)[normalize_axis(r.op.attrs.axis, len(r.dims(0)))])[0]
+    left, seen = [(operand(r.op, 1), least)], set[tuple[Value, int]]()
     while left:
-        value = left.pop()
+        value, size = left.pop()
         op = r.graph.op(value)
-        if op.kind == "Input":
+        if op.kind == "Input" or _elements_searched(r.graph, value) > size:
             return True
         found = op.kind in _FINDS or (op.kind == "TopK" and value.port == 1)
-        if value not in seen and not found:
-            left += [v for v in op.inputs if v is not None]
-        seen.add(value)
+        if (value, size) not in seen and not found:
+            same = op.kind in _TAKES  # these return elements of operand 0
+            left += [(v, size if same and not i else INF) for i, v in enumerate(op.inputs) if v is not None]
+        seen.add((value, size))
     return False
+
+
+def _elements_searched(graph: Graph, value: Value) -> int:
+    """The most elements among which an ArgMax, ArgMin or TopK finds the positions ``value``; 0 for values of other operators."""
+    op = graph.op(value)
+    if op.kind not in ("ArgMax", "ArgMin") and (op.kind != "TopK" or value.port != 1):
+        return 0
+    dims = graph.type(operand(op)).dims
+    return bounds(dims[normalize_axis(op.attrs.axis, len(dims))])[1]
 
 
 def with_first_box(patch: Patch, kept: Value) -> Value:
@@ -315,6 +336,8 @@ def first_rows(graph: Graph, op: Op) -> Part | None:
     steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
     entries = count_of(graph, op.value)
     if starts != (0,) or axes is None or len(axes) != 1 or steps != (1,) or entries is None or end is None:
+        return None
+    if graph.type(operand(op, 2)).dtype != INT64:  # others compute with the number
         return None
     whole = graph.type(operand(op)).static_shape[axes[0]]
     count = without_factor(entries)

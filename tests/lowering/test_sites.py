@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.check import from_text
 from support.net import Net
 from support.simulated import feeds_of, kinds, lowered, simulate
 
@@ -134,3 +135,19 @@ def test_a_pool_after_a_convolution_is_in_its_region() -> None:
     conv = next(site.op for site in sites(found) if site.region.after)
     assert pool.value in found.b.place
     assert conv.value not in found.b.place, "the convolution's own result is not stored"
+
+
+NO_ROWS = """<ir_version: 9, opset_import: ["": 17]>
+g (float[8] x, float[8] y) => (float[6] z, float[n] more)
+<int64[1] flat = {-1}, int64[0] none = {}, int64[2] pads = {0, 6}, float seven = {7}>
+{ chosen = NonZero(x) i = Reshape(chosen, flat) some = Gather(y, i) rows = Gather(some, none) z = Pad(rows, pads, seven)
+  more = Exp(some) }"""
+
+
+def test_no_rows_of_a_selection_are_a_constant() -> None:
+    """The number of selected rows depends on data, so their Gather would run on the host; the Pad has a kernel."""
+    graph = from_text(NO_ROWS)
+    feeds = feeds_of(graph)
+    found = simulate(lowered(graph, "fp32"), feeds)
+    assert found["z"].tolist() == [7] * 6
+    np.testing.assert_allclose(found["more"], evaluate(graph, feeds)["more"], rtol=1e-5)

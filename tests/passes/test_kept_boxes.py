@@ -145,6 +145,15 @@ def test_first_rows_that_are_filled_up(count: int) -> None:
     assert (found["filled"][count:] == 7).all()
 
 
+def test_numbers_of_32_bits_are_left() -> None:
+    text = (
+        FIRST.replace("Slice(x, start, n, start)", "Slice(x, start32, n32, start32)")
+        .replace("rows =", "n32 = Cast<to = 6>(n) rows =")
+        .replace("float seven", "int32[1] start32 = {0}, float seven")
+    )
+    check_untouched(MaskedRows(), text, GPU)
+
+
 def test_rows_that_are_not_the_first_stay() -> None:
     text = FIRST.replace("Slice(x, start, n, start)", "Slice(x, one, n, start)").replace(
         "twelve = {12}", "twelve = {12}, int64[1] one = {1}"

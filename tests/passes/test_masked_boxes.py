@@ -98,6 +98,53 @@ def test_boxes_whose_numbers_are_read_are_left() -> None:
     check_refused(MaskedRows(), text, because="reads the indices of the remaining boxes", context=GPU)
 
 
+@pytest.mark.parametrize(("of", "left"), [("stay", False), ("numbers", True)])
+def test_only_a_column_of_box_indices_is_left(of: str, left: bool) -> None:
+    """The first column of the whole result holds numbers of images."""
+    text = UNCUT.replace("float[n,1] far)", "float[n,1] far, int64[n] first7)")
+    text = text.replace("picked =", f"left = Gather<axis = 1>({of}, first) first7 = Reshape(left, flat) picked =")
+    if left:
+        check_refused(MaskedRows(), text, because="reads the indices of the remaining boxes", context=GPU)
+    else:
+        assert "masked_boxes" in {fired.rule for fired in MaskedRows()(from_text(text), GPU).fired}
+
+
+def test_kept_boxes_in_another_order() -> None:
+    text = BOXES.replace("Slice(picked, first, some, first)", "Slice(picked, flat, before, first, flat)")
+    graph = from_text(text.replace("float iou", "int64[1] before = {-99}, float iou"))
+    after, _ = check_pass(MaskedRows(), graph, changes=2, rules={"masked_boxes": 1, "taken_last": 1}, context=GPU)
+    for count in (1, 20, 40):
+        assert same_boxes(graph, after, boxes_of(count)) > 0
+
+
+LOOKED_UP = UNCUT.replace("float[n,1] far)", "float[n,1] far, float[n] named)").replace("g (", "g (float[80] names, ")
+LOOKED_UP = (
+    LOOKED_UP.replace("best = Gather", "named = Gather(name, best7) best = Gather")
+    .replace("mask = Greater(scores, least)", "mask = Less(LABELS, eighty)")
+    .replace("int64 most", "int64 eighty = {80}, int64 most")
+)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "left"), [("labels", 1, True), ("found", 91, True), ("found", 80, False)]
+)
+def test_names_that_other_boxes_may_not_have(labels: str, classes: int, left: bool) -> None:
+    """A mask selects the boxes with a label below 80, the number of names."""
+    text = LOOKED_UP.replace("LABELS", labels).replace(
+        "c2 =", f"own = GatherND({labels}, i) name = Gather(names, own) c2 ="
+    )
+    text = text.replace("int64[40] labels)", f"int64[40] labels, float[40,{classes}] logits)")
+    text = (
+        text.replace("mask =", "found = ArgMax<axis = 1, keepdims = 0>(logits) mask =") if labels == "found" else text
+    )
+    text = text.replace("most, iou)", "most, iou, second)")
+    if left:
+        check_refused(MaskedRows(), text, because="may read positions that do not exist for other rows", context=GPU)
+    else:
+        after = from_text(text)
+        assert "masked_boxes" in {fired.rule for fired in MaskedRows()(after, GPU).fired}
+
+
 def test_boxes_that_meet_are_left() -> None:
     text = UNCUT.replace("far4)", "sums)").replace("apart =", "sums = CumSum(far4, none) apart =")
     text = text.replace("float iou", "int64 none = {0}, float iou")
@@ -154,7 +201,11 @@ SCORE_FIRST = """sure = Greater(scores, least) n1 = NonZero(sure) i1 = Transpose
 POSITIONS = SIZE_FIRST.replace("b1 = Gather(boxes, i1) ", "").replace(
     "b = Gather(b1, i2) s = Gather(s1, i2)", "i3 = Gather(i1, i2) b = Gather(boxes, i3) s = Gather(scores, i3)"
 )
-NESTED = {"size": SIZE_FIRST, "score": SCORE_FIRST, "positions": POSITIONS}
+IN_ROW = POSITIONS.replace("i3 = Gather(i1, i2)", "row = Gather<axis = 1>(n1, i2) i3 = Reshape(row, flat)")
+IN_COLUMN = POSITIONS.replace(
+    "i3 = Gather(i1, i2)", "tall1 = Reshape(n1, tall) t3 = Gather(tall1, i2) i3 = Reshape(t3, flat)"
+)
+NESTED = {"size": SIZE_FIRST, "score": SCORE_FIRST, "positions": POSITIONS, "row": IN_ROW, "column": IN_COLUMN}
 
 
 @pytest.mark.parametrize("order", NESTED)
@@ -185,6 +236,15 @@ def test_nested_selections_are_structured_and_idempotent(order: str) -> None:
         context=GPU,
         depends_on_input=False,
     )
+
+
+@pytest.mark.parametrize("order", ["size", "score"])
+def test_no_box_at_all(order: str) -> None:
+    text = LARGE.replace("SELECT", NESTED[order]).replace("[40", "[0")
+    graph = from_text(text)
+    after = graph.copy()
+    assert "nested_selections" in {f.rule for f in MaskedRows()(after, GPU).fired}
+    assert same_boxes(graph, after, {"boxes": np.zeros((0, 4), np.float32), "scores": np.zeros(0, np.float32)}) == 0
 
 
 def test_no_number_is_above_a_score() -> None:
@@ -311,6 +371,16 @@ def test_kept_boxes_are_scaled_before() -> None:
     after, _ = check_pass(MaskedRows(), SCALED, changes=1, rules={"taken_last": 1}, context=GPU)
     assert unknown(after) == {"NonMaxSuppression", "Gather"}
     assert after.kinds()["Gather"] == 2
+
+
+def test_views_of_kept_boxes_of_none() -> None:
+    text = SCALED.replace("[1,40,4]", "[1,0,4]").replace("[1,1,40]", "[1,1,0]").replace("[40,4] x", "[0,4] x")
+    text = text.replace(
+        "near = Exp(right)", "flat6 = Reshape(right, wide) more = Exp(flat6) near = Reshape(more, tall)"
+    )
+    text = text.replace("int64 third", "int64[3] wide = {-1, 2, 1}, int64[2] tall = {-1, 2}, int64 third")
+    after = from_text(text)
+    assert "taken_last" in {f.rule for f in MaskedRows()(after, GPU).fired}
 
 
 def test_rows_of_two_selections_are_left() -> None:

@@ -144,6 +144,54 @@ def test_rows_after_repeat_the_first_ones(count: int) -> None:
     assert len({row.tobytes() for row in aligned}) == max(count, 1)
 
 
+NAMED = """<ir_version: 9, opset_import: ["": 17]>
+g (float[12] scores, int64[12] labels, float[3,4] names) => (float[m,3] y)
+<float zero = {0}, int64[1] flat = {-1}, float[4,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}>
+{ mask = Greater(scores, zero) chosen = NonZero(mask) i = Reshape(chosen, flat) own = Gather(labels, i)
+  rows = Gather(names, own) product = MatMul(rows, w) y = Relu(product) }"""
+
+
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_labels_of_other_rows_are_not_looked_up(count: int) -> None:
+    """Rows that are not selected have labels without a name. The padding reads row 0 if no row is selected."""
+    graph = from_text(NAMED)
+    after = graph.copy()
+    assert PadRows()(after, GPU).changes == 1
+    rng, chosen = np.random.default_rng(0), np.arange(12)[::-1] < count
+    feeds = {
+        "scores": np.where(chosen, 1, -1).astype(np.float32), "labels": np.where(chosen, 2, 200),
+        "names": rng.standard_normal((3, 4)).astype(np.float32),
+    }  # fmt: skip
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], 1e-6)
+
+
+ENDS = """<ir_version: 9, opset_import: ["": 17]>
+g (float[12,4] x, float[12] mask) => (float[m,3] y, int64[1] number)
+<int64[1] start = {0}, int32[1] start32 = {0}, int64[1] seven = {7}, float[4,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}>
+{ chosen = NonZero(mask) n = Shape<start = 1>(chosen) END product = MatMul(rows, w) y = Relu(product)
+  number = Shape<end = 1>(y) }"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "back = Neg(n) rows = Slice(x, start, back, start)",
+        "beyond = Add(n, seven) rows = Slice(x, start, beyond, start)",
+        "n32 = Cast<to = 6>(n) rows = Slice(x, start32, n32, start32)",
+    ],
+)
+def test_ends_of_rows_that_are_not_their_number(end: str) -> None:
+    """Ends that count from the back, or that lie behind the last row, are no numbers of rows."""
+    graph = from_text(ENDS.replace("END", end))
+    after, _ = check_pass(PadRows(), graph, changes=1, context=GPU, depends_on_input=False)
+    rng = np.random.default_rng(0)
+    for count in (0, 1, 5, 11, 12):
+        mask = (rng.permutation(12) < count).astype(np.float32)
+        feeds = {"x": rng.standard_normal((12, 4)).astype(np.float32), "mask": mask}
+        for name, value in evaluate(graph, feeds).items():
+            np.testing.assert_allclose(evaluate(after, feeds)[name], value, 1e-6)
+
+
 FILL = re.sub(
     "n = Shape<.*\n.*RoiAlign.*\n",
     "",
