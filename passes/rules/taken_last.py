@@ -115,7 +115,7 @@ def _is_leaf(graph: Graph, op: Op, count: DimLike) -> bool:
 
 
 def _taken(graph: Graph, leaf: Op) -> tuple[DimLike, Value]:
-    """The number of rows from which ``leaf`` takes some, and the indices or the number of these."""
+    """The number of rows from which ``leaf`` takes some, and their indices or their number."""
     dims = graph.type(operand(leaf)).dims
     if leaf.kind == "Gather":
         return dims[normalize_axis(leaf.attrs.axis, len(dims))], operand(leaf, 1)

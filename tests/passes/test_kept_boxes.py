@@ -30,7 +30,7 @@ def same_results(graph: Graph, after: Graph, feeds: dict[str, Array]) -> dict[st
 
 
 def boxes_of(count: int, classes: int = 3) -> dict[str, Array]:
-    """Boxes of which ``count`` have a positive score in some class."""
+    """Boxes; ``count`` of them have a positive score in some class."""
     rng = np.random.default_rng(count)
     low = rng.uniform(0, 30, (1, 40, 2))
     sure = np.where(rng.permutation(40) < count, 1.0, -1.0)

@@ -143,6 +143,11 @@ static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
     return word;
 }
 static inline u32 first_part(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }
+static inline u32 divide(u32& bits) {
+    const u32 whole = bits;
+    bits = first_part(whole);
+    return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
+}
 static inline u32 rounded_to_tf32(u32 bits) { return first_part(bits); }                  // of finite numbers
 static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf

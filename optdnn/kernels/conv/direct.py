@@ -36,8 +36,13 @@ TAP_INSTRUCTIONS, UNROLLED, FEW_PRODUCT, PRODUCT, ISSUED, CLOCK = 47, 12, 22, 6,
 on an H200). UNROLLED: the same of unrolled taps, for each channel of the thread and once more (9 timings of CoaT on an H200: 57
 channels, 56 x 56 pixels, batch 8, 7x7 56 us, 5x5 29 us). FEW_PRODUCT: instructions per product where the loads of all taps may be in
 flight at once (FastViT-T8 in fp32, batch 8: 49 taps, 48 -> 96 channels, 32 x 32 pixels 31 us; 16 and 9.5 us at the next two
-sizes). PRODUCT: the same in a loop over the input channels, an assumption: two loads, their addresses and the sum. ISSUED: thread instructions that a multiprocessor issues per cycle;
-CLOCK: Hz."""
+sizes). PRODUCT: the same in a loop over the input channels, an assumption: two loads, their addresses and the sum. ISSUED: thread
+instructions that a multiprocessor issues per cycle; CLOCK: Hz."""
+
+
+def _issue_seconds(b: Builder, instructions: float) -> float:
+    """Seconds in which the GPU issues so many instructions of threads."""
+    return instructions / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
 
 def _stages(op: Op) -> list[Stage]:
@@ -118,7 +123,7 @@ class Depthwise(Tactic):
         """Seconds in which the GPU issues the instructions of all threads, with ``each`` per tap."""
         taps, out = math.prod(b.weights(op).shape[2:]), b.result(op.value)
         threads = out.size / self._width(self.source(b, op), out)
-        return threads * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
+        return _issue_seconds(b, threads * taps * each)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.made(self.source(b, op)), b.target(op.value)
@@ -201,8 +206,7 @@ def _direct_seconds(b: Builder, op: Op, taps: float, inside: int, *, together: b
     """Seconds in which the GPU issues the instructions of a thread per result, with ``taps`` of ``inside`` channels each. ``together``:
     the loads of several taps may be in flight at once."""
     each = FEW_PRODUCT * inside if together and taps <= MOST_APART else TAP_INSTRUCTIONS + PRODUCT * inside
-    results: int = math.prod(op.outputs[0].type.static_shape)
-    return results * taps * each / (b.gpu.multiprocessors * ISSUED * CLOCK)
+    return _issue_seconds(b, math.prod(op.outputs[0].type.static_shape) * taps * each)
 
 
 class DirectConv(Tactic):

@@ -214,8 +214,7 @@ def _emit_parts(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, parts: int, stages: Sequence[Stage],
     used: Mapping[int, TensorView], tf32: bool,
 ) -> None:  # fmt: skip
-    """Add two launches: the products of equal parts of the terms; and the sum of these, with the product of the terms that are left
-    over."""
+    """Add two launches: one multiplies equal parts of the terms, the other adds these products to that of the terms left over."""
 
     def emit(pair: terms.Pair, to: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView]) -> None:
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}

@@ -186,10 +186,8 @@ def tile_of(
         return None
     together = right.strides[-1] == 1 and not any(s % 4 for s in (n, right.offset, right.strides[-2], *batches[1]))
     rows_together = left.strides[-2] == 1 and not any(s % 4 for s in (m, left.offset, left.strides[-1], *batches[0]))
-    for rows, columns in _TILES:
-        if occupied(m, n, count, rows, columns, gpu):
-            return Tile(rows, columns, together, rows_together)
-    return None
+    rows, columns = next(tile for tile in _TILES if occupied(m, n, count, *tile, gpu))
+    return Tile(rows, columns, together, rows_together)
 
 
 def tiled(finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:

@@ -91,20 +91,21 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
     assert kernel.template == "general.cu"
 
 
-@pytest.mark.parametrize(("matrices", "template"), [(98, "general.cu"), (99, "matmul_fp32.cu")])
-def test_tiles_need_enough_blocks(matrices: int, template: str) -> None:
-    """99 matrices of four tiles of 64 threads: 192 threads for each of 132 multiprocessors."""
+@pytest.mark.parametrize(
+    ("precision", "sizes", "template"),
+    [
+        ("fp32", (98, 128, 40, 128), "general.cu"),
+        ("fp32", (99, 128, 40, 128), "matmul_fp32.cu"),
+        ("tf32", (255, 32, 32, 16), "general.cu"),
+        ("tf32", (256, 32, 32, 16), "matmul_mma.cu"),
+    ],
+)
+def test_products_that_are_too_small_for_tiles(precision: str, sizes: tuple[int, ...], template: str) -> None:
+    """fp32: 99 matrices of four tiles of 64 threads are 192 threads for each of 132 multiprocessors. tf32: 4 million multiply-adds."""
+    count, rows, depth, columns = sizes
     n = Net()
-    y = n.op("MatMul", n.input(matrices, 128, 40, name="a"), n.input(matrices, 40, 128, name="b"))
-    (kernel,) = kernels(lowered(n.done(y), "fp32", target="cuda:h200", no_cubins=True))
-    assert kernel.template == template
-
-
-@pytest.mark.parametrize(("matrices", "template"), [(255, "general.cu"), (256, "matmul_mma.cu")])
-def test_small_products_of_tf32_run_on_the_plain_kernel(matrices: int, template: str) -> None:
-    n = Net()
-    y = n.op("MatMul", n.input(matrices, 32, 32, name="a"), n.input(matrices, 32, 16, name="b"))
-    (kernel,) = kernels(lowered(n.done(y), "tf32", target="cuda:h200", no_cubins=True))
+    y = n.op("MatMul", n.input(count, rows, depth, name="a"), n.input(count, depth, columns, name="b"))
+    (kernel,) = kernels(lowered(n.done(y), precision, target="cuda:h200", no_cubins=True))
     assert kernel.template == template
 
 

@@ -8,15 +8,15 @@
 //
 // A block takes WARPS / SPLIT sets of 16 queries of one head, which stay in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS keys and
 // their values alternate in a ring of SLOTS. The SPLIT warps of a set each take a part of every tile's keys. At the end, the first one
-// adds the others' results to its own: with few queries, this is the only way to occupy a multiprocessor. The exponentials of the score accumulators of eight keys are operand A of the product with the values, since K may be in any
-// order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. The statistics are those of the online softmax.
+// adds the others' results to its own: with few queries, this occupies more of a multiprocessor. The exponentials of the score
+// accumulators of eight keys are operand A of the product with the values, since K may be in any order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. The statistics are those of the online softmax.
 //
 // A lane (row g = lane / 4, t = lane % 4) reads four features of a key at once: two steps of K. It reads FEW features of a value at once,
 // each of them column g of a tile of results. So the pitch of key rows is PITCH floats (16 more than a multiple of 32), and the pitch of
 // value rows is HEAD + 4: the lanes of a quarter warp read different banks.
 //
-// generated.cuh defines WARPS, SPLIT, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), KEEP, MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
-// HAS_LENGTHS, SOFTCAP, MASK and SINKS (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices)
+// generated.cuh defines WARPS, SPLIT, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), KEEP, MIN_BLOCKS, CAUSAL,
+// WINDOW, FROM_END, HAS_LENGTHS, SOFTCAP, MASK and SINKS (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices)
 // and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"

@@ -71,6 +71,12 @@ DEVICE float unpack1(u16 bits) { return low_float(bits); }
 
 // An fp32 number rounded to the 11 significant bits of tf32, ties away from zero. A NaN may become zero; the number minus this is NaN then.
 DEVICE u32 first_part(u32 bits) { return (bits + 0x1000u) & 0xffffe000u; }
+// Replaces a value's bits by those of its first part; returns the rest.
+DEVICE u32 divide(u32& bits) {
+    const u32 whole = bits;
+    bits = first_part(whole);
+    return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
+}
 
 // ---- in-kernel time marks, for finding where a short kernel's time goes (compile with -DPROFILE) ---------------------
 

@@ -11,13 +11,6 @@
 static_assert(DIRECT && !STREAM && !BATCHED && !PROLOGUE && !ROW_NORM && !WEIGHTS_STATIONARY && !ALTERNATE && MIN_CTAS == 1 && OPERAND_ITEM == 4, "one tile a block");
 constexpr int STEPS_TOGETHER = 64 / BK > 0 ? 64 / BK : 1;
 
-// Replaces a value's bits by those of its first part; returns the rest.
-DEVICE u32 divide(u32& bits) {
-    const u32 whole = bits;
-    bits = first_part(whole);
-    return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
-}
-
 // Splits the operands of each stage: first parts in place, rests after all first parts. Run by four warps.
 DEVICE void part_stages(u32 ring, u32 full, u32 changed, int count, int lane) {
     constexpr int ROUND = 128 * 16, ROUNDS = (LOADED_BYTES + ROUND - 1) / ROUND, TOGETHER = 4;

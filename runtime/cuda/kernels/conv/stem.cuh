@@ -102,13 +102,6 @@ DEVICE void load_a(const u8* pixels, const Words& at, int m, int k, u32 (&a)[4])
 }
 
 #if PRODUCTS == 3
-// Replaces a value's bits by those of its first part; returns the rest.
-DEVICE u32 divide(u32& bits) {
-    const u32 whole = bits;
-    bits = first_part(whole);
-    return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
-}
-
 // The products of a tile: each is the sum of three products of tf32 parts, as in conv_parts.cuh. Tensor cores truncate in their
 // additions, so the sums of eight K steps are added to the total by fp32 additions.
 DEVICE void multiply_tile(const u8* pixels, const Words& at, u32 weights_at, u32 (&kept)[1][N_TILES][2], float (&start)[N_TILES][4],
