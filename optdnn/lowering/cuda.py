@@ -10,6 +10,7 @@ An operator without a kernel, or with sizes that depend on data, becomes a step 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -186,16 +187,19 @@ def emit_program(
     _fill_empty_outputs(b, planned.outputs)
     meta = {**meta, "arch": gpu.arch, "gpu": {"name": gpu.name, "multiprocessors": gpu.multiprocessors}}
     program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
-    present = {s.params.get(SITE) for s in program.steps}
+    present = Counter(s.params.get(SITE) for s in program.steps)
     used = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
     number = {k: i for i, k in enumerate(used)}
-    rows = [d if k in number else replace(d, dropped=True) for k, d in enumerate(decisions)]
-    program.meta["tactics"] = [d.to_plain() for d in rows]
+    # The next site may compute what the last of several launches would: then nothing reads that one's results.
+    left = [
+        replace(d, launches=present[k]) if k in number else replace(d, dropped=True) for k, d in enumerate(decisions)
+    ]
+    program.meta["tactics"] = [d.to_plain() for d in left]
     program, sites = without_sites(compact(group_steps(keep_inputs_on_host(program))))
     program.meta["host"] = summary(graph, host, program)
     if bounds := input_bounds(graph):
         program.meta["bounds"] = bounds
-    return Emitted(program, [decisions[k] for k in used], [None if k is None else number[k] for k in sites])
+    return Emitted(program, [left[k] for k in used], [None if k is None else number[k] for k in sites])
 
 
 @dataclass(frozen=True)

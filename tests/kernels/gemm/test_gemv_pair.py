@@ -25,12 +25,14 @@ from support.simulated import (
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv.depthwise import DepthwiseTactic
 from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.lowering.choose import TacticChoice
 from optdnn.ops.index import SplitAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.program import Program
 
 HOPPER = of_arch("sm_90a")
@@ -95,6 +97,16 @@ def test_means_that_others_read_keep_their_launch() -> None:
     x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(1, 8, 40, 36), 64), 64, group=64))
     program = check_simulated(n.done(n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), n.op("Tanh", x)))
     assert {"SqueezeFinish", "ExcitationGate"} <= set(kinds(program))
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_convolution_whose_second_launch_is_gone_keeps_its_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = DepthwiseTactic.offers
+    slow = lambda *given: [replace(o, seconds=0.25) for o in offers(*given)]  # noqa: E731
+    monkeypatch.setattr(DepthwiseTactic, "offers", slow)
+    program = lowered(NETS["sums"](), "fp16")
+    (step,) = [i for i, kind in enumerate(kinds(program)) if kind == "ConvSqueeze"]
+    assert expected_steps(program)[step]["us"] == pytest.approx(0.25e6, rel=1e-4)
 
 
 @pytest.mark.usefixtures("chosen")
