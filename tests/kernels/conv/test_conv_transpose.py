@@ -71,6 +71,20 @@ def test_programs_before_hopper_compute_the_network(name: str) -> None:
         assert np.abs(got[output] - want).max() <= 3e-2 * np.abs(want).max() < np.abs(want - other[output]).max() / 4
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "launches"),
+    [
+        ("4x4 by 2, padded", "fp32", ["ConvBlocks", "Copy"]),
+        ("4x4 by 2, padded", "tf32", ["Copy", "Conv", "BlocksToSpace", "Copy"]),
+        ("5x5 by 3", "fp32", ["Conv", "BlocksToSpace"]),
+    ],
+)
+def test_a_result_with_a_plane_per_channel_is_copied_there(name: str, precision: str, launches: list[str]) -> None:
+    n = Net()
+    program = lowered(n.done(NETS[name](n)), precision)
+    assert kinds(program) == launches, "three channels are written directly"
+
+
 def test_the_operators_after_the_blocks_are_one_launch() -> None:
     n = Net()
     program = lowered(n.done(NETS["a residual"](n)), "fp16")
