@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from optdnn.kernels.conv.problem import Problem
@@ -12,6 +13,7 @@ CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA loads from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
+SECTOR = 32  # bytes of L2, the least that it moves
 MOST_SUMS = 320  # largest ``mt * bn``, twice the accumulators per thread, of proposed tiles; the kernel takes up to 320
 STAGE_ISSUE = {
     "relu": 0.5,
@@ -51,6 +53,12 @@ def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
 def room_for(shared: int, threads: int, sums: int, device: GpuFacts) -> int:
     """About how many blocks fit a multiprocessor, by shared memory and by registers with ``sums`` accumulators per thread."""
     return max(1, min(device.shared_per_multiprocessor // (shared + 1024), 65536 // (threads * (sums + 64))))
+
+
+def sector_bytes(size: int, pitch: int) -> float:
+    """Mean bytes of the sectors that a block's ``size`` bytes of a pixel touch. Pixels begin at multiples of ``pitch`` bytes, slabs of
+    channels at multiples of their size."""
+    return size + SECTOR - math.gcd(SECTOR, size, pitch)
 
 
 def most_sums(problem: Problem) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 
-from optdnn.kernels.conv.cost_terms import stages_issue
+from optdnn.kernels.conv.cost_terms import sector_bytes, stages_issue
 from optdnn.kernels.conv.depthwise_problem import (
     FEW_TAPS,
-    SECTOR,
     Config,
     Problem,
     met,
     reach,
-    sectors,
     squeeze_mode,
     tiles,
 )
@@ -60,7 +58,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
     size = config.vectors * lanes * problem.item
     pixels = blocks * (problem.filters * patch + tile_h * tile_w)
-    moved = sectors(problem, config) * SECTOR
+    moved = sector_bytes(size, problem.pitch[0] * problem.item)
     l2 = pixels * moved / L2
     unread = pixels * (moved - size) / L2  # parts of sectors that only other blocks use delay each of a thread's loads
     # Fitted to 150 timings on an H200 (within 22 %). Loads wait for one another, so neither memory nor issue slots are full.
@@ -78,13 +76,14 @@ def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
     blocks = math.prod(tiles(problem, config)) * problem.batch
     lanes, outputs = config.lanes, config.tile_h * config.tile_w
     rows, columns = reach(problem, (config.tile_h, config.tile_w))
-    moved, steps = sectors(problem, config) * SECTOR, -(-problem.steps // config.sharers)
+    size, steps = config.vectors * lanes * problem.item, -(-problem.steps // config.sharers)
+    moved = sector_bytes(size, problem.pitch[0] * problem.item)
     # Instructions of a thread: multiply-adds; conversions and loads of inputs and weights; sums of other threads, results.
     each = outputs * met(problem) * lanes + rows * columns * (lanes + 6) + math.prod(problem.unrolled) * (lanes + 4)
     added = config.sums * (config.sharers - 1) / config.sharers
     work = steps * each + added + outputs * (5 * lanes + 4) + 150
     # Loads of parts of sectors occupy L1 for longer.
-    parts = steps * rows * columns * 12 * (moved / (config.vectors * lanes * problem.item) - 1)
+    parts = steps * rows * columns * 12 * (moved / size - 1)
     registers = min(255, outputs * lanes + columns * lanes // 2 + 48)
     resident = min(max(1, config.blocks, 65536 // (registers * config.threads)), 2048 // config.threads)
     waves = blocks / (device.multiprocessors * resident)

@@ -18,8 +18,6 @@ FEW_TAPS = 9
 """Most taps whose weights a thread keeps in registers."""
 MAX_PIXELS = 1 << 16
 """Most pixels of an image whose 8-bit values fp32 sums exactly."""
-SECTOR = 32
-"""Bytes of an L2 sector, the least that L2 moves."""
 
 
 @dataclass(frozen=True)
@@ -283,11 +281,3 @@ def squeeze_mode(problem: Problem, config: Strips) -> int:
     if not problem.squeeze or problem.source.depth is not None:
         return int(problem.squeeze)
     return 2 if tiles(problem, config)[1:] == (1, 1) else 1
-
-
-def sectors(problem: Problem, config: Strips) -> float:
-    """Mean number of L2 sectors that a pixel's channels of one block touch. Pixels begin at multiples of their pitch, slabs
-    at multiples of their size."""
-    size = config.vectors * config.lanes * problem.item
-    offset = math.gcd(SECTOR, size, problem.pitch[0] * problem.item)
-    return (size + SECTOR - offset) / SECTOR

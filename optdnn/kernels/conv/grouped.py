@@ -18,6 +18,7 @@ from optdnn.kernels.conv.general import BandedConv, constants_refusal
 from optdnn.kernels.conv.grouped_kernel import Config, Problem
 from optdnn.kernels.conv.hopper import bias_of, entering, image, on_images, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -122,10 +123,12 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         assert read is not None
         assert written is not None
         assert added is not None
-        squeeze = self.pool(b, op) is not None if squeeze is None else squeeze
+        pool = self.pool(b, op) if squeeze is None else None
+        squeeze = pool is not None if squeeze is None else squeeze
         return Problem(
             batch, source if dense else replace(source, channels=channels), c.feed.bands, (("bias",), *c.ep.rendered),
             map_dtype(c.out.dtype), squeeze, (read, written, added), channels if dense else 0,
+            pool is not None and adds_sums(b, pool),
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.conv.cost_terms import stages_issue
+from optdnn.kernels.conv.cost_terms import sector_bytes, stages_issue
 from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.conv.tile_walk import CLOCK, EXPOSED, L2, LAUNCH, MEMORY, Walk
@@ -24,21 +24,40 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
-SHARED, PRODUCT, LOAD = 0.86, 0.35, 0.16
-"""Factors on cycles of shared memory, and of TMA's loads; cycles of the tensor cores for a product."""
-OVERLAP = 1.6
-"""Exponent of the norm that combines cycles of different units, or of resident blocks and of a warp's chain."""
-TILE, CHAIN = 980.0, 0.25
-"""Cycles of a tile in which its block waits, and a factor on the latency of its longest chain of instructions."""
-START = 1.33
-"""Factor on the cycles of a block before its first tile."""
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of the cost model. ``shared``, ``product`` and ``load``: factors on cycles of shared memory, and of TMA's loads; cycles of
+    the tensor cores for a product. ``overlap``: exponent of the norm that combines cycles of different units, or of resident blocks and of
+    a warp's chain. ``tile``: cycles of a tile in which its block waits; ``chain``: cycles of a warp's load, product, and instruction after
+    the products. ``start`` and ``filter``: cycles of a block before its first tile, and for a lane's load of its filters. ``launch``:
+    seconds. ``part``: the share of a partly read sector's other bytes that counts as loads; ``l2``: a factor on L2's time."""
+
+    shared: float
+    product: float
+    load: float
+    overlap: float
+    tile: float
+    chain: tuple[float, float, float]
+    start: float
+    filter: float
+    launch: float
+    part: float
+    l2: float
+
+
+FEW_CHANNELS = Costs(0.86, 0.35, 0.16, 1.6, 980.0, (5.0, 3.0, 0.25), 798.0, 3.99, LAUNCH, 0.0, 1.0)
+"""Fitted to 288 timings of 36 convolutions of few channels on an H200, within 8 % on average."""
+GROUPS = Costs(0.86, 0.46, 0.12, 1.6, 760.0, (3.8, 6.5, 0.18), 712.0, 3.8, 0.72e-6, 0.6, 1.1)
+"""Fitted to 612 timings of 34 convolutions with groups on an H200, within 8 % on average. The first choices are 4 % behind the best."""
 
 
 @dataclass(frozen=True)
 class Problem(OneSource):
     """``batch`` images of ``source`` (whose ``channels`` are also the output's) in ``bands`` equal groups of channels. ``squeeze``: also
     write the channel means. ``pitches``: elements from a pixel to the next of the input, of the result and of the residual; 0: their
-    channels. ``results``: the output's channels if there is one band; 0 otherwise."""
+    channels. ``results``: the output's channels if there is one band; 0 otherwise. ``summed``: the gate's launch adds up the sums of
+    tiles."""
 
     batch: int
     source: Source
@@ -48,6 +67,7 @@ class Problem(OneSource):
     squeeze: bool = False
     pitches: tuple[int, int, int] = (0, 0, 0)
     results: int = 0
+    summed: bool = False
 
     @property
     def chunks(self) -> int:
@@ -174,12 +194,13 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. Fitted to 288 timings of 36 convolutions of few channels on an H200, within 8 % on
-    average.
+    """Predicted seconds of one dependent launch.
 
     Shared memory, issue slots and tensor cores overlap in part, and so do the tiles of a multiprocessor's blocks. A lane loads its
-    filters four bytes at a time, so the warps of a multiprocessor wait for one another."""
+    filters four bytes at a time, so the warps of a multiprocessor wait for one another. Slabs of channels that are parts of L2's sectors
+    are read and written as whole sectors."""
     s, height, made = problem.source, 16 // config.strip_w, walk(problem, config)
+    costs = FEW_CHANNELS if problem.results else GROUPS
     offsets = {m * height * s.stride[0] + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])}
     loads, products = len(offsets) * pairs(problem), config.strips * s.kernel[0] * pairs(problem) * config.results
     # Pixels at stride two use half of the banks. Rows of fewer than eight pixels share banks.
@@ -191,15 +212,18 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     per_block, together = -(-count // max(1, grid // made.tiles(s)[0])), -(-grid // device.multiprocessors)
     moved, load = made.patch_bytes(s) + made.result_bytes() * (1 + problem.residual), made.load_cycles(s)
     shared = (loads * 4 * conflicts + results / 2) * config.warps + moved / 128
-    parts = (SHARED * shared, issued * config.warps / 4, PRODUCT * products * config.warps, LOAD * load)
-    busy = math.pow(sum(part**OVERLAP for part in parts), 1 / OVERLAP)
-    alone = TILE + CHAIN * (loads * 20 + products * 12 + results * finish)
-    tile = math.pow((busy * together) ** OVERLAP + alone**OVERLAP, 1 / OVERLAP)
+    size, pitch = config.chunks * 16, 2 * (problem.pitches[0] or s.channels)
+    whole = 1.0 if problem.results else sector_bytes(size, pitch) / size
+    units = (costs.shared * shared, issued * config.warps / 4, costs.product * products * config.warps)
+    parts = (*units, costs.load * load * (1 + costs.part * (whole - 1)))
+    busy = math.pow(sum(part**costs.overlap for part in parts), 1 / costs.overlap)
+    alone = costs.tile + sum(n * one for n, one in zip((loads, products, results * finish), costs.chain, strict=True))
+    tile = math.pow((busy * together) ** costs.overlap + alone**costs.overlap, 1 / costs.overlap)
     filters = s.kernel[0] * pairs(problem) * config.results * 2
-    start = START * (600 + 3 * filters * config.warps * together) + EXPOSED * load
-    memory = max(made.tiles(s)[0] * count * moved / L2, problem.bytes / MEMORY / 0.85)
-    seconds = LAUNCH + math.sqrt(math.hypot(((per_block * tile + start) / CLOCK) ** 2, memory**2))
-    return seconds + (FINISH if made.squeeze_mode(s, problem.squeeze) == 1 else 0.0)
+    start = costs.start + costs.filter * filters * config.warps * together + EXPOSED * load
+    memory = max(made.tiles(s)[0] * count * moved * whole * costs.l2 / L2, problem.bytes / MEMORY / 0.85)
+    seconds = costs.launch + math.sqrt(math.hypot(((per_block * tile + start) / CLOCK) ** 2, memory**2))
+    return seconds + (FINISH if made.squeeze_mode(s, problem.squeeze) == 1 and not problem.summed else 0.0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
