@@ -44,6 +44,7 @@ CASES = [
     ((2, 64, 48, 64), (0, 3, 1, 2)),
     ((4, 64, 1500), (0, 2, 1)),
     ((3, 49, 7, 256), (0, 3, 1, 2)),
+    ((512, 2048), (1, 0)),
     ((2, 24, 49, 120), (0, 2, 3, 1)),
 ]
 
@@ -103,6 +104,35 @@ def test_tiles_leave_enough_threads() -> None:
     assert large is not None
     assert (small.wide, small.high) == (8, 1)
     assert (large.wide, large.high) == (8, 8)
+
+
+def to_planes(channels: int, pixels: int) -> turned.Turn:
+    """The copy of channels-last pixels to a plane per channel."""
+    shape = (channels, pixels)
+    found = turned.turn_of(view(shape, (1, channels)), view(shape, (pixels, 1)), STRIDES_LIMIT)
+    assert found is not None
+    return found
+
+
+def test_a_warp_writes_whole_lines_and_reads_neighboring_tiles() -> None:
+    turn = to_planes(64, 1 << 20)
+    assert turn.dims == (1 << 14, 2, 8, 4)
+    assert turn.target[2:] == (8, 8 << 20), "8 tiles are 128 bytes of a row of the target"
+    assert turn.source[1:] == (32, 8 * 64, 8), (
+        "4 tiles are 64 bytes of a row of the source; the next warp reads the rest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("channels", "pixels", "dims"),
+    [
+        (128, 3137, (16, 3137)),  # rows of the target that no access of more than an element divides
+        (320, 10000, (20, 2500, 2)),  # ten tiles of eight bytes, the largest divisor up to 16, are less than a line
+        (24, 1 << 16, (1024, 3, 32)),  # an odd number of tiles in a row of the source
+    ],
+)
+def test_rows_that_no_warp_fills(channels: int, pixels: int, dims: tuple[int, ...]) -> None:
+    assert to_planes(channels, pixels).dims == dims
 
 
 @pytest.mark.parametrize(
