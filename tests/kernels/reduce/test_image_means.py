@@ -14,7 +14,6 @@ from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
-from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import means
@@ -139,6 +138,12 @@ def test_the_kernel_refuses() -> None:
     assert means.refuse(P, means.Config(8)) is None
     assert means.refuse(P, means.Config(3)) == "3 blocks are not a cluster of this kernel"
     assert means.refuse(P, means.Config(1, 96)) == "96 threads are not a block of this kernel"
+    assert means.refuse(P, means.Config(1, channels=48)) == "48 channels are not a block of this kernel"
+    assert (
+        means.refuse(replace(P, channels=64), means.Config(1, channels=128))
+        == "half of a block of 128 channels would be idle"
+    )
+    assert means.refuse(replace(P, channels=8), means.Config(1)) is None
     assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its number of channels is not a multiple of 8"
     assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
     assert (
@@ -149,11 +154,12 @@ def test_the_kernel_refuses() -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
-    ("squares", "root", "threads"), in_turn([(False, False), (True, False), (True, True)], 256, 512)
+    ("squares", "root", "threads", "channels"),
+    [(False, False, 256, 32), (True, False, 512, 64), (True, True, 256, 128), (False, False, 512, 128)],
 )
-def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, threads: int) -> None:
+def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, threads: int, channels: int) -> None:
     problem = replace(P, squares=squares, root=root)
-    made = means.launch(problem, means.Config(1, threads), 1 / P.pixels, GPU)
+    made = means.launch(problem, means.Config(1, threads, channels), 1 / P.pixels, GPU)
     library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["vectors.cuh"])
     x = np.random.default_rng(3).standard_normal((2, P.pixels, P.pitch)).astype(np.float16)
     held = {"x": emulated.aligned(x), "output": emulated.aligned(np.full((2, P.channels), 7, np.float16))}
@@ -166,9 +172,11 @@ def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, 
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("threads", means.THREADS)
 @pytest.mark.parametrize("cluster", means.CLUSTERS)
-def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bool) -> None:
+@pytest.mark.parametrize("channels", means.WIDTHS)
+def test_the_kernel_compiles_without_spills(cluster: int, threads: int, channels: int, root: bool) -> None:
     problem = replace(P, pixels=8 * 784, squares=root, root=root)
-    (kernel,) = nvrtc.resources(means.launch(problem, means.Config(cluster, threads), 1.0, GPU).recipe).values()
+    config = means.Config(cluster, threads, channels)
+    (kernel,) = nvrtc.resources(means.launch(problem, config, 1.0, GPU).recipe).values()
     assert kernel.spill_bytes == 0
 
 

@@ -1,16 +1,16 @@
 // Sums, means or norms of the channels of channels-last images, 16-bit. fp32 sums in a fixed order.
 //
-// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. THREADS take vectors of eight channels, LINES
-// pixels apart, AHEAD at a time. Warps add by shuffles, and the first block of the cluster adds the sums of all blocks.
+// A cluster of CLUSTER blocks takes CHANNELS channels of an image, each block a share of its pixels. THREADS take vectors of eight channels,
+// LINES pixels apart, AHEAD at a time. Warps add by shuffles, and the first block of the cluster adds the sums of all blocks.
 //
-// generated.cuh defines CLUSTER, THREADS, AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
+// generated.cuh defines CLUSTER, THREADS, CHANNELS (a power of two from 32 on), AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
 #include "vectors.cuh"
 #include "generated.cuh"
 #if CLUSTER > 1
 #include "ptx.cuh"
 #endif
 
-constexpr int CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, WARPS = THREADS / 32;
+constexpr int VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, WARPS = THREADS / 32;
 
 struct Params {
     const u16* x;                                  // [images][pixels][pitch]
@@ -61,18 +61,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     for (int i = 0; i < 8; i++)
         if (lane < VECTORS) partial[warp][lane * 8 + i] = sum[i];
     __syncthreads();
+    const int own = min(int(threadIdx.x), CHANNELS - 1);
     float total = 0.0f;
     #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += partial[w][lane];
+    for (int w = 0; w < WARPS; w++) total += partial[w][own];
 #if CLUSTER > 1
     cluster_wait();                                // the first block runs and its barrier is initialized: its shared memory may be written
-    if (warp == 0) cluster_send(smem_address(&gathered[rank][lane]), smem_address(&met), 0, __float_as_uint(total));
+    if (threadIdx.x < CHANNELS) cluster_send(smem_address(&gathered[rank][own]), smem_address(&met), 0, __float_as_uint(total));
     if (rank) return;
     barrier_wait_cluster(smem_address(&met), 0);
     total = 0.0f;
     #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) total += gathered[r][lane];
+    for (int r = 0; r < CLUSTER; r++) total += gathered[r][own];
 #endif
     total *= p.factor;
-    if (warp == 0 && slab + lane < p.channels) p.output[(long long)image * p.channels + slab + lane] = pack1(ROOT ? sqrtf(total) : total);
+    if (threadIdx.x < CHANNELS && slab + own < p.channels) p.output[(long long)image * p.channels + slab + own] = pack1(ROOT ? sqrtf(total) : total);
 }
