@@ -18,7 +18,6 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.fused import bias_row
@@ -28,7 +27,7 @@ from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
@@ -109,7 +108,7 @@ class GemvPair(ConvPair):
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
         """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
         first = self.first(b.graph, op)
-        pool = None if problem.pixels else _means(b.graph, first)
+        pool = _means(b.graph, first)
         found = None if pool is None else b.sums.get(pool.value)
         if found is None:
             return None
@@ -139,62 +138,13 @@ class GemvPair(ConvPair):
         if sums is not None:
             attrs, pitch = attrs | {"pixels": problem.pixels}, problem.depth
         else:
-            pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
+            pitch = _pitch(x)
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
-        kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
+        kind, covers = "SeparableConv" if sums is None else "ExcitationGate", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
 
 
 GATE = GemvPair()
-
-
-class PooledPair(GemvPair):
-    """The means of images, and two products of these vectors, in one launch."""
-
-    name = "gemv_pair_means_sm90"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        first = self.find_first(b.graph, op)
-        pool = None if first is None else _pool(b.graph, first)
-        if pool is None:
-            return "the first convolution does not read the means of an image, alone"
-        x, source = b.operand(pool.inputs[0]), b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
-        if pool.value in b.reserved or (source.kind == "Conv" and source.attrs.group > 1):
-            return f"the means belong to the launch of {source.name}, or are kept"
-        if len(x.shape) != 4 or x.dtype != op.outputs[0].type.dtype or conv_maps.pitch_of(x, 8) is None:
-            return "its images are not channels-last, or of another type"
-        return super().refuse(b, op)
-
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Left to tuning: on an H200, three networks with this tactic were 3 % faster, as fast, and 1 % slower."""
-        return "only tuning tries to make the means in the launch of the products"
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The convolution before it, and the means before that."""
-        near = list(super().neighbors(graph, op))
-        pool = _pool(graph, near[0]) if near else None
-        return [*([pool] if pool is not None else []), *near]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The means, and both convolutions."""
-        first = self.first(b.graph, op)
-        pool = _pool(b.graph, first)
-        assert pool is not None
-        return Region(op, before=(pool, first))
-
-    def source(self, b: Builder, op: Op) -> TensorView:
-        """The launch's input: the images."""
-        return b.operand(self.region(b, op).before[0].inputs[0])
-
-    def problem(self, b: Builder, op: Op) -> pair.Problem:
-        _, _, *size = b.graph.type(self.region(b, op).before[0].inputs[0]).static_shape  # type: ignore[arg-type]
-        return replace(super().problem(b, op), pixels=math.prod(size))
-
-
-def _pool(graph: Graph, first: Op) -> Op | None:
-    """The global average pool whose only reader is ``first``, or None."""
-    pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
-    return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
 
 
 def _means(graph: Graph, first: Op) -> Op | None:
