@@ -18,7 +18,7 @@ from optdnn.kernels.conv.depthwise_8bit import Int8Depthwise
 from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
 from optdnn.kernels.conv.depthwise_transpose import TiledDepthwiseTranspose
 from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConv, DirectConvTranspose
-from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise, EdgeDepthwiseTranspose
+from optdnn.kernels.conv.edges import EdgeDepthwise, EdgeDepthwiseTranspose
 from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
@@ -175,7 +175,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GeneralConvTranspose(),
         TiledConvTranspose(),
         EdgeDepthwiseTranspose(),
-        EdgeConvTranspose(),
         TiledDepthwiseTranspose(),
         DepthwiseTranspose(),
         DirectConvTranspose(),
