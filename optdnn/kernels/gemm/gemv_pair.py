@@ -27,7 +27,7 @@ from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.tactic import Offer, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
@@ -40,12 +40,6 @@ FEW = 4
 """Most images for which one launch was faster than two. With 16 it was not."""
 VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 """Kinds that only move axes, or add and remove axes of size 1, where the means of volumes become vectors."""
-
-
-@lru_cache(maxsize=1024)
-def _offers(problem: pair.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations. Each one sums in the same order for any number of images."""
-    return tuple(Offer(c, pair.estimate(problem, c, gpu)) for c in pair.candidates(problem, gpu))
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +67,7 @@ class GemvPair(ConvPair):
             return "the channels of its result are not contiguous"
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
             return "what follows one of the convolutions is more than an activation"
-        if not _offers(self.problem(b, op), b.gpu):
+        if not kernel_offers(pair, self.problem(b, op), b.gpu):
             return pair.refuse(self.problem(b, op), pair.Config(pair.CLUSTERS[-1]), shared=b.gpu.shared_per_block)
         return None
 
@@ -82,7 +76,7 @@ class GemvPair(ConvPair):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        one, two = kernel_offers(pair, problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
         if _summed(b, self.first(b.graph, op)):
             two += FINISH
         elif problem.hidden * problem.depth < SMALL:
@@ -103,7 +97,8 @@ class GemvPair(ConvPair):
         return pair.Problem(images, depth, up(hidden, 8), channels, stages[0], stages[1], dtype)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self.problem(b, op), b.gpu)
+        """The configurations. Each one sums in the same order for any number of images."""
+        return kernel_offers(pair, self.problem(b, op), b.gpu)
 
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
         """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
