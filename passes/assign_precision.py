@@ -30,7 +30,8 @@ import numpy as np
 from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.errors import ShapeError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
-from optdnn.ir.graph import Graph, Op, Output, Value, infer
+from optdnn.ir.graph import Graph, Op, Output, Value
+from optdnn.ir.inference import infer
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.packed_layout import PackedGatherAttrs

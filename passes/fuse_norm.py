@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value, known_shape
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.inference import known_shape
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs

@@ -19,7 +19,8 @@ from onnx import AttributeProto, TensorProto
 
 from optdnn.errors import InternalError, RefusedNode, UnsupportedError, UsageError
 from optdnn.ir.body import GraphBody
-from optdnn.ir.graph import Graph, Op, Value, infer
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.inference import infer
 from optdnn.ir.onnx_protos import little_endian, node_attributes, tensor_proto
 from optdnn.ir.tree_classifiers import with_classifiers
 from optdnn.ops.base import Body, FusedAttrs, Unsupported

@@ -14,16 +14,16 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from optdnn.dim import INF, Dim, DimLike, bounds, substitute, symbol
+from optdnn.dim import INF, Dim, DimLike, bounds, symbol
 from optdnn.errors import InternalError, ShapeError
+from optdnn.ir.inference import better_known, infer, kept, sharper, with_sizes
 from optdnn.ir.multigraph import topological_order
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
-from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
-from optdnn.ops.table import OPDEFS
+from optdnn.ops.base import Attrs, Known, Result
 from optdnn.ranges import Profile
-from optdnn.types import INT64, Array, Shape, TensorType
+from optdnn.types import Array, TensorType
 
-__all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value", "infer", "known_shape", "sharper"]
+__all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value"]
 
 
 class Graph:
@@ -252,7 +252,7 @@ class Graph:
             names[i] if i < len(names) and names[i] else f"{base}.{i}" if i else base for i in range(len(result.types))
         ]
         outs = tuple(
-            Output(self.fresh_name(label), t, _kept(result.values[i] if i < len(result.values) else None))
+            Output(self.fresh_name(label), t, kept(result.values[i] if i < len(result.values) else None))
             for i, (label, t) in enumerate(zip(labels, result.types, strict=True))
         )
         return Op(self.new_id(), kind, attrs, tuple(inputs), outs, frozenset(src))
@@ -332,8 +332,8 @@ class Graph:
                 continue
             outputs = []
             for i, out in enumerate(op.outputs):
-                known = _kept(found.values[i]) if i < len(found.values) else None
-                better = _better_known(out.known, known, inputs)
+                known = kept(found.values[i]) if i < len(found.values) else None
+                better = better_known(out.known, known, inputs)
                 type = out.type.with_shape(sharper(out.type.shape, found.types[i].shape, inputs))
                 outputs.append(Output(out.name, type, known if better else out.known))
                 if better or type != out.type:
@@ -346,7 +346,7 @@ class Graph:
         """Replace the symbols named in ``sizes`` in all types and known values. Returns the sorted ids of the ops that changed."""
         changed: list[int] = []
         for op in [*self._ops.values()]:
-            outputs = tuple(_with_sizes(out, sizes) for out in op.outputs)
+            outputs = tuple(with_sizes(out, sizes) for out in op.outputs)
             if any(new is not out for new, out in zip(outputs, op.outputs, strict=True)):
                 self.set_op(replace(op, outputs=outputs))
                 changed.append(op.id)
@@ -386,79 +386,3 @@ class Graph:
         other._names, other._symbols = set(self._names), set(self._symbols)
         other._order = None if self._order is None else list(self._order)
         return other
-
-
-def infer(
-    kind: str,
-    attrs: Any,
-    types: Sequence[TensorType | None],
-    values: Sequence[Known | None],
-    n_outputs: int,
-    fresh: Any,
-) -> Result:
-    """Output types of one op by its OpDef; the number of outputs is checked."""
-    definition = OPDEFS.get(kind)
-    if definition is None:
-        raise InternalError(f"there is no operator kind {kind!r}")
-    result = definition.infer(Call(kind, attrs, tuple(types), tuple(values), n_outputs, fresh))
-    if len(result.types) < n_outputs:
-        raise ShapeError(f"{kind} has {len(result.types)} outputs, {n_outputs} are used")
-    return result
-
-
-def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:
-    """``old`` with the dimensions of ``new`` that are better known: integers, or expressions of only the inputs' symbols.
-
-    Of two other expressions the simpler one is taken. So after two equal operators are merged, all sizes that depend on them
-    use one symbol.
-    """
-    if old is None or new is None or len(old) != len(new):
-        return new if old is None else old
-
-    def free(d: DimLike) -> bool:
-        return isinstance(d, Dim) and not all(s.name in inputs for s in d.symbols())
-
-    def better(a: DimLike, b: DimLike) -> bool:
-        if not isinstance(a, Dim) or isinstance(b, int):
-            return isinstance(a, Dim)
-        return free(a) and (not free(b) or _complexity(b) < _complexity(a))
-
-    return tuple(b if better(a, b) else a for a, b in zip(old, new, strict=True))
-
-
-def _with_sizes(out: Output, sizes: Mapping[str, DimLike]) -> Output:
-    """The output with other sizes; itself if it has none of these symbols."""
-    shape, known = out.type.shape, out.known if out.known is not None and _symbolic(out.known) else None
-    dims = [d for d in (*(shape or ()), *(known.reshape(-1) if known is not None else ())) if isinstance(d, Dim)]
-    if not any(symbol.name in sizes for d in dims for symbol in d.symbols()):
-        return out
-    type = out.type if shape is None else out.type.with_shape([substitute(d, sizes) for d in shape])
-    if known is None:
-        return Output(out.name, type, out.known)
-    new = np.array([substitute(d, sizes) for d in known.reshape(-1)], object).reshape(known.shape)
-    return Output(out.name, type, new if any(isinstance(d, Dim) for d in new.reshape(-1)) else new.astype(INT64))
-
-
-def _better_known(old: Known | None, new: Known | None, inputs: frozenset[str]) -> bool:
-    if old is None or new is None or not _symbolic(old):
-        return old is None and new is not None
-    sizes, found = known_shape(old), known_shape(new)
-    return not _symbolic(new) or (sizes != found and sharper(sizes, found, inputs) == found)
-
-
-def _complexity(d: Dim) -> tuple[int, list[tuple[int, str]]]:
-    """An order of expressions: fewer parts first, then older symbols."""
-    return d.parts, sorted((len(s.name), s.name) for s in d.symbols())
-
-
-def _symbolic(value: Known) -> bool:
-    return bool(value.dtype == object)
-
-
-def _kept(value: Known | None) -> Known | None:
-    return value if value is not None and value.size <= KNOWN_LIMIT else None
-
-
-def known_shape(value: Known | None) -> tuple[DimLike, ...] | None:
-    """A known 1-D integer value as a tuple, or None."""
-    return None if value is None else tuple(d if isinstance(d, Dim) else int(d) for d in value.reshape(-1))

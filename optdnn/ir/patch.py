@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from optdnn.dim import Dim, DimLike, Symbol, bounds
 from optdnn.errors import InternalError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value, known_shape
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value
+from optdnn.ir.inference import known_shape
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
 from optdnn.types import Array, Shape, TensorType
 

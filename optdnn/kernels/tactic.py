@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, ClassVar
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -58,6 +60,12 @@ class Offer:
     @property
     def name(self) -> str:
         return str(self.config)
+
+
+@lru_cache(maxsize=8192)
+def kernel_offers(kernel: ModuleType, problem: Any, gpu: GpuFacts, row_invariant: bool = True) -> tuple[Offer, ...]:
+    """The ``candidates`` of a kernel's module for a problem, with the seconds of its ``estimate``."""
+    return tuple(Offer(c, kernel.estimate(problem, c, gpu), row_invariant) for c in kernel.candidates(problem, gpu))
 
 
 MANY = 32

@@ -18,7 +18,7 @@ from optdnn.kernels.conv.depthwise_8bit import Int8Depthwise
 from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
 from optdnn.kernels.conv.depthwise_transpose import TiledDepthwiseTranspose
 from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConv, DirectConvTranspose
-from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise, EdgeDepthwiseTranspose
+from optdnn.kernels.conv.edges import EdgeDepthwise, EdgeDepthwiseTranspose
 from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
@@ -40,7 +40,7 @@ from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.chained import ChainedGemm
 from optdnn.kernels.gemm.gated import GatedGemm
 from optdnn.kernels.gemm.gemv import Gemv
-from optdnn.kernels.gemm.gemv_pair import GemvPair, PooledPair
+from optdnn.kernels.gemm.gemv_pair import GemvPair
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
@@ -146,7 +146,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         ChainedConv(),
         Separable(),
         Expanded(),
-        PooledPair(),
         GemvPair(),
         BlockConv(),
         VolumeStem(),
@@ -176,7 +175,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GeneralConvTranspose(),
         TiledConvTranspose(),
         EdgeDepthwiseTranspose(),
-        EdgeConvTranspose(),
         TiledDepthwiseTranspose(),
         DepthwiseTranspose(),
         DirectConvTranspose(),

@@ -180,14 +180,14 @@ class ChainedQuantizedAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ExcitationGateAttrs(SeparableConvAttrs):
-    """Two products on the means of images. ``pixels``: the pixels of an image if its tiles' sums are read; 0: the image is read."""
+    """Two products on the means of images, which are read as the sums of their tiles. ``pixels``: the pixels of an image."""
 
-    pixels: int = 0
+    pixels: int = 1
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ExcitationGateAttrs:
         convs = SeparableConvAttrs.read(given)
-        return cls(convs.first, convs.second, convs.through, convs.operands, given.get("pixels", 0))
+        return cls(convs.first, convs.second, convs.through, convs.operands, given["pixels"])
 
     def plain(self) -> dict[str, Any]:
         return {**super().plain(), "pixels": self.pixels}
@@ -374,8 +374,8 @@ def _infer_chained_quantized(call: Call) -> Result:
 def _infer_excitation_gate(call: Call) -> Result:
     a: ExcitationGateAttrs = call.attrs
     x = call.type(0)
-    require_rank(x, 3 if a.pixels else 4, "ExcitationGate input")
-    vectors = TensorType(call.type(1).dtype, (x.dims[0], x.dims[2 if a.pixels else 1], 1, 1))
+    require_rank(x, 3, "ExcitationGate input")
+    vectors = TensorType(call.type(1).dtype, (x.dims[0], x.dims[2], 1, 1))
     between = infer_as(call, "Conv", a.first, (vectors, *call.types[1 : a.operands])).types
     return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
 

@@ -235,13 +235,11 @@ def chained_quantized(run: Run, *given: Array | None, operands: int, kept: bool,
 
 
 def excitation_gate(
-    run: Run, x: Array, *given: Array | None, through: str, pixels: int = 0, **attrs: Any
+    run: Run, sums: Array, *given: Array | None, through: str, pixels: int, **attrs: Any
 ) -> tuple[Array, ...]:
-    """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`.
-
-    ``pixels``: the number of pixels of an image if x holds the sums of its tiles; 0: x is the image."""
-    exact = squeeze_finish(x, pixels=pixels)[0] if pixels else x.mean((2, 3), keepdims=True, dtype=np.float32)
-    (means,) = cast(exact, through)
+    """The means over an image's ``pixels``, of the sums of its tiles, as one pixel rounded to the type ``through``, then
+    :func:`separable_conv`."""
+    (means,) = cast(squeeze_finish(sums, pixels=pixels)[0], through)
     return separable_conv(run, means.astype(np.float32), *given, through=through, **attrs)
 
 

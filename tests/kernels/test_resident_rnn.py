@@ -51,11 +51,11 @@ def in_config(
     """The program of the graph, with recurrent layers in this configuration."""
     offers = (Offer(config, 0.0, row_invariant=False),)
 
-    def only(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    def only(kernel: Any, problem: Problem, gpu: GpuFacts, row_invariant: bool) -> tuple[Offer, ...]:
         assert resident_kernel.refuse(problem, config, gpu) is None
         return offers
 
-    patch.setattr(resident, "_offers", only)
+    patch.setattr(resident, "kernel_offers", only)
     program = lowered(graph, precision, target=target, **options)
     assert {t["config"] for t in program.meta["tactics"] if t["tactic"] == "rnn_resident"} == {str(config)}
     return program

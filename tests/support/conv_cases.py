@@ -16,7 +16,8 @@ from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.parameters import pack_weights
 from optdnn.kernels.conv.patch_kernel import PatchConfig
-from optdnn.kernels.conv.problem import Problem, Source, space_to_depth
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.space_to_depth import space_to_depth
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.render import Stage

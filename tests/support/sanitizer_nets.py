@@ -110,7 +110,7 @@ def by_wgmma(problem: Any, gpu: Any) -> Any:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
-    "a gate": {"gemm.gemv_pair.GemvPair.defer": _never, "gemm.gemv_pair.PooledPair.defer": _never},
+    "a gate": {"gemm.gemv_pair.GemvPair.defer": _never},
     "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
     "narrow groups": {"conv.general.BandedConv.defer": _always},
     "few channels": {"conv.narrow.NarrowConv.defer": _never},
@@ -306,7 +306,7 @@ def depthwise_convolutions() -> Graphs:
         "a first convolution and its pool": (net(Net, stem_and_pool), "fp16"),
         "a first convolution and its pool, by wgmma": (net(Net, stem_and_pool), "fp16"),
         "a gate": (lambda: excited(images=1), "fp16"),
-        "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
+        "a gate of means": (lambda: excited(images=1, size=(40, 36)), "fp16"),
     }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -24,7 +23,7 @@ from optdnn.kernels.attention.operands import (
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, kernel_offers
 from optdnn.ops.attention import LENGTHS, SINKS, AttentionAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
@@ -88,12 +87,6 @@ def step_of(graph: Graph, op: Op) -> Step | str:
     return Step(op, keys, values)
 
 
-@lru_cache(maxsize=1024)
-def _offers(problem: cached.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The offers, best predicted first. The number of blocks that share keys sets the order of their sums; the batch size does not."""
-    return tuple(Offer(c, cached.estimate(problem, c, gpu)) for c in cached.candidates(problem, gpu))
-
-
 class CachedAttention(ProblemTactic):
     """Attention of one position of 16-bit floats over a cache, with the TensorScatters that write the cache and rotary embeddings."""
 
@@ -150,7 +143,8 @@ class CachedAttention(ProblemTactic):
         return self._problem(b, _step(b, op))
 
     def offers(self, problem: cached.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        """The configurations. The number of blocks that share keys sets the order of their sums; the batch size does not."""
+        return kernel_offers(cached, problem, gpu)
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The writes into the cache and the rotary embeddings."""

@@ -33,7 +33,7 @@ from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
+from optdnn.kernels.tactic import MANY, Offer, Region, Tactic, kernel_offers
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
@@ -47,12 +47,6 @@ took 1.25 times their predicted time, and one launch 0.95 to 1.2 times."""
 FEWEST = 4096
 """Least pixels or rows. With fewer, one launch is not faster in a network: ResNet-50 at batch 1 (3136 pixels) took
 147.2 us with one launch and 147.5 with two, ConvNeXt-T 265.8 and 264.7."""
-
-
-@lru_cache(maxsize=1024)
-def offers(problem: chained.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The kernel's configurations, the best predicted first. All of them sum results in the same order."""
-    return tuple(Offer(c, chained.estimate(problem, c, gpu)) for c in chained.candidates(problem, gpu))
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +99,7 @@ class ChainedPair(Tactic, Generic[PairT]):
             return why
         if pair.problem.channels > pair.problem.middle:
             return f"{pair.second.name} has more channels than its operand: little is saved"
-        if not offers(pair.problem, b.gpu):
+        if not kernel_offers(chained, pair.problem, b.gpu):
             return "no tile of the kernel fits it"
         return _slower(replace(pair.problem, batch=MANY) if b.row_invariant else pair.problem, b.gpu)
 
@@ -126,7 +120,8 @@ class ChainedPair(Tactic, Generic[PairT]):
         b.target(pair.second.value)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return offers(self.pair_of(b, op).problem, b.gpu)
+        """The kernel's configurations. All of them sum results in the same order."""
+        return kernel_offers(chained, self.pair_of(b, op).problem, b.gpu)
 
     def pair_of(self, b: Builder, op: Op) -> PairT:
         """The operator and the product after it."""
@@ -314,5 +309,5 @@ def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:
     """Why the cost models predict two launches to be better, or None."""
     if problem.pixels < FEWEST:
         return f"with {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
-    one = min((o.seconds or 0.0 for o in offers(problem, gpu)), default=np.inf)
+    one = min((o.seconds or 0.0 for o in kernel_offers(chained, problem, gpu)), default=np.inf)
     return two_are_better(one, _apart(problem, gpu), GAIN)

@@ -278,14 +278,6 @@ class DirectConvTranspose(Tactic):
 
     name = "conv_transpose_direct"
 
-    def source(self, b: Builder, op: Op) -> TensorView:
-        """The input of the launch."""
-        return entering(b, op)
-
-    def meant(self, b: Builder, op: Op, kind: str, attrs: dict[str, Any]) -> Meant:
-        """The meaning of the launch, as of :meth:`Depthwise.meant`."""
-        return Meant(kind, attrs)
-
     def refuse(self, b: Builder, op: Op) -> str | None:
         return DirectConv().refuse(b, op)
 
@@ -296,7 +288,7 @@ class DirectConvTranspose(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = b.made(self.source(b, op)), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         window, attrs = _transposed(b, op)
         inside, outside = weight.shape[0] // op.attrs.group, weight.shape[1]
         t = arithmetic(x.dtype)
@@ -307,10 +299,9 @@ class DirectConvTranspose(Tactic):
             f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
-        meant = self.meant(b, op, "ConvTranspose", attrs)
         emit_window(
-            b, op, window, x, out, parts, vec=1, kind=meant.kind, attrs=meant.attrs, reads=_meaning(b, op, x, weight),
-            stages=_stages(op), operands=_operands(b, op, out), transposed=True, edges=meant.edges,
+            b, op, window, x, out, parts, vec=1, kind="ConvTranspose", attrs=attrs, reads=_meaning(b, op, x, weight),
+            stages=_stages(op), operands=_operands(b, op, out), transposed=True,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Depthwise and transposed convolutions that repeat the edges of their input themselves, without a launch that pads it.
+"""Depthwise convolutions, transposed or not, that repeat the edges of their input themselves, without a launch that pads it.
 
 The filters of anti-aliased activations need such padding (BigVGAN: Lee et al., 2023; Karras et al., 2021).
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConvTranspose, Meant
+from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, Meant
 from optdnn.kernels.pool.window import Edges
 from optdnn.kernels.tactic import TakesBefore
 from optdnn.types import normalize_axis
@@ -88,12 +88,3 @@ class EdgeDepthwiseTranspose(EdgePadded, DepthwiseTranspose):
         """Predicted seconds, from the instructions of all threads: large results are faster with a Pad and tiles. With 12 taps,
         4 x 64 channels of 8,192 results took 7.5 us on an H200."""
         return LAUNCH_S + self.instruction_seconds(b, op)
-
-
-class EdgeConvTranspose(EdgePadded, DirectConvTranspose):
-    """A grouped transposed convolution of a tensor whose edges are repeated."""
-
-    name = "conv_transpose_edges"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        return "tensor cores run it" if op.attrs.group == 1 else super().refuse(b, op)

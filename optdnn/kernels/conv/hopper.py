@@ -17,6 +17,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.row_forms import MOMENT_ROWS
+from optdnn.kernels.conv.space_to_depth import space_to_depth, space_to_depth_weights
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import rendered_prologue
@@ -281,7 +282,7 @@ def blocks_of(
     raw = b.source(pixel_source(b, op.inputs[0]))
     n, c, h, w = raw.shape
     source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)
-    made = conv_problem.space_to_depth(source)
+    made = space_to_depth(source)
     shape = (n, made.channels, made.height, made.width)
 
     def make() -> int:
@@ -290,7 +291,7 @@ def blocks_of(
         return blocks.buffer
 
     blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
-    packed = conv_problem.space_to_depth_weights(source, weight)
+    packed = space_to_depth_weights(source, weight)
     return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
 
 

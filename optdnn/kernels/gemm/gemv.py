@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import ClassVar
 
 from optdnn.ir.graph import Op
@@ -14,7 +13,7 @@ from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_o
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.tactic import Offer, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import FP32, Array
 
@@ -22,13 +21,6 @@ LARGE = 1 << 20
 """Least bytes of a matrix. Reading a smaller one takes less time than latency."""
 UNIT = 8
 """Columns that kernels on tensor cores store at a time. Fewer columns of fp32 would be copied from their result."""
-
-
-@lru_cache(maxsize=1024)
-def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations. Each one sums a column in the same order for any number of rows."""
-    gpu = fitted(gpu)
-    return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
 
 class Gemv(MatrixProduct):
@@ -59,7 +51,8 @@ class Gemv(MatrixProduct):
         return gemv.Problem(x.shape[0], c.out.shape[1], x.shape[1], stages, map_dtype(x.dtype), c.out.dtype == FP32)
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        """The configurations. Each one sums a column in the same order for any number of rows."""
+        return kernel_offers(gemv, problem, fitted(gpu))
 
     def stored(self, b: Builder, x: TensorView) -> bool:
         """One row may have any number of columns: a thread stores one of them."""

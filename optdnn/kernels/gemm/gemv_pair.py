@@ -18,7 +18,6 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.fused import bias_row
@@ -28,7 +27,7 @@ from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Offer, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
@@ -41,12 +40,6 @@ FEW = 4
 """Most images for which one launch was faster than two. With 16 it was not."""
 VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 """Kinds that only move axes, or add and remove axes of size 1, where the means of volumes become vectors."""
-
-
-@lru_cache(maxsize=1024)
-def _offers(problem: pair.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations. Each one sums in the same order for any number of images."""
-    return tuple(Offer(c, pair.estimate(problem, c, gpu)) for c in pair.candidates(problem, gpu))
 
 
 @lru_cache(maxsize=1024)
@@ -74,7 +67,7 @@ class GemvPair(ConvPair):
             return "the channels of its result are not contiguous"
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
             return "what follows one of the convolutions is more than an activation"
-        if not _offers(self.problem(b, op), b.gpu):
+        if not kernel_offers(pair, self.problem(b, op), b.gpu):
             return pair.refuse(self.problem(b, op), pair.Config(pair.CLUSTERS[-1]), shared=b.gpu.shared_per_block)
         return None
 
@@ -83,7 +76,7 @@ class GemvPair(ConvPair):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        one, two = kernel_offers(pair, problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
         if _summed(b, self.first(b.graph, op)):
             two += FINISH
         elif problem.hidden * problem.depth < SMALL:
@@ -104,12 +97,13 @@ class GemvPair(ConvPair):
         return pair.Problem(images, depth, up(hidden, 8), channels, stages[0], stages[1], dtype)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self.problem(b, op), b.gpu)
+        """The configurations. Each one sums in the same order for any number of images."""
+        return kernel_offers(pair, self.problem(b, op), b.gpu)
 
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
         """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
         first = self.first(b.graph, op)
-        pool = None if problem.pixels else _means(b.graph, first)
+        pool = _means(b.graph, first)
         found = None if pool is None else b.sums.get(pool.value)
         if found is None:
             return None
@@ -139,62 +133,13 @@ class GemvPair(ConvPair):
         if sums is not None:
             attrs, pitch = attrs | {"pixels": problem.pixels}, problem.depth
         else:
-            pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
+            pitch = _pitch(x)
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
-        kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
+        kind, covers = "SeparableConv" if sums is None else "ExcitationGate", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
 
 
 GATE = GemvPair()
-
-
-class PooledPair(GemvPair):
-    """The means of images, and two products of these vectors, in one launch."""
-
-    name = "gemv_pair_means_sm90"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        first = self.find_first(b.graph, op)
-        pool = None if first is None else _pool(b.graph, first)
-        if pool is None:
-            return "the first convolution does not read the means of an image, alone"
-        x, source = b.operand(pool.inputs[0]), b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
-        if pool.value in b.reserved or (source.kind == "Conv" and source.attrs.group > 1):
-            return f"the means belong to the launch of {source.name}, or are kept"
-        if len(x.shape) != 4 or x.dtype != op.outputs[0].type.dtype or conv_maps.pitch_of(x, 8) is None:
-            return "its images are not channels-last, or of another type"
-        return super().refuse(b, op)
-
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Left to tuning: on an H200, three networks with this tactic were 3 % faster, as fast, and 1 % slower."""
-        return "only tuning tries to make the means in the launch of the products"
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The convolution before it, and the means before that."""
-        near = list(super().neighbors(graph, op))
-        pool = _pool(graph, near[0]) if near else None
-        return [*([pool] if pool is not None else []), *near]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The means, and both convolutions."""
-        first = self.first(b.graph, op)
-        pool = _pool(b.graph, first)
-        assert pool is not None
-        return Region(op, before=(pool, first))
-
-    def source(self, b: Builder, op: Op) -> TensorView:
-        """The launch's input: the images."""
-        return b.operand(self.region(b, op).before[0].inputs[0])
-
-    def problem(self, b: Builder, op: Op) -> pair.Problem:
-        _, _, *size = b.graph.type(self.region(b, op).before[0].inputs[0]).static_shape  # type: ignore[arg-type]
-        return replace(super().problem(b, op), pixels=math.prod(size))
-
-
-def _pool(graph: Graph, first: Op) -> Op | None:
-    """The global average pool whose only reader is ``first``, or None."""
-    pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
-    return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
 
 
 def _means(graph: Graph, first: Op) -> Op | None:

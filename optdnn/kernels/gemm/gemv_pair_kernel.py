@@ -11,7 +11,7 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 WARPS, POOLING_WARPS = 8, 16
-"""Warps of a block, without and with means over pixels."""
+"""Warps of a block that reads vectors, and of one that adds up the sums of tiles."""
 CLUSTERS = (1, 2, 4, 8, 16)
 """Blocks that share an image."""
 MOST_SHARE = 8
@@ -22,9 +22,9 @@ LAUNCH_S, MEET_S, SIXTEEN_S = 1.9e-6, 0.2e-6, 0.3e-6
 PASS_S = 0.12e-6
 """Seconds of a pass, in which each thread of a block makes its share of one sum."""
 AHEAD = 8
-"""Loads that a thread has in flight while it sums pixels."""
+"""Loads that a thread has in flight while it adds up sums of tiles."""
 POOL_S, BATCH_S = 1.0e-6, 0.7e-6
-"""Seconds of sums over pixels, and of each batch of loads after the first."""
+"""Seconds of the sums over tiles, and of each batch of loads after the first."""
 WAVE_S = 1.2e-6
 """Seconds that each further wave of clusters adds to its work."""
 
@@ -42,9 +42,9 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     pixels: int = 0
-    """Pixels of a channels-last image. The vectors are the means over them; 0: the launch reads vectors."""
+    """Pixels of an image: the vectors are the means over them."""
     tiles: int = 0
-    """Tiles of an image whose fp32 sums the launch reads instead of pixels; 0: it reads pixels."""
+    """Tiles of an image, with the fp32 sums that the launch reads; 0: it reads vectors."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,19 +69,19 @@ def part(problem: Problem) -> int:
 
 def warps(problem: Problem) -> int:
     """Warps of a block."""
-    return POOLING_WARPS if problem.pixels else WARPS
+    return POOLING_WARPS if problem.tiles else WARPS
 
 
 def pooled(problem: Problem, config: Config) -> int:
     """Channels whose means a block computes."""
-    return -(-problem.depth // config.cluster // 8) * 8 if problem.pixels else 0
+    return -(-problem.depth // config.cluster // 8) * 8 if problem.tiles else 0
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: two barriers, the hidden vector, the image's vector, both shares of weights, their biases."""
     rows, columns = shares(problem, config)
     vectors = 4 * problem.hidden + 2 * problem.depth
-    sums = 4 * 8 * 32 * warps(problem) + 16 if problem.pixels else 0
+    sums = 4 * 8 * 32 * warps(problem) + 16 if problem.tiles else 0
     return 16 + vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns) + sums
 
 
@@ -101,15 +101,12 @@ def refuse(
         return f"{config.cluster} blocks are no cluster of this kernel"
     if (share := pooled(problem, config)) > 32 * warps(problem):
         return f"{share} channels are too many for the threads of a block"
-    if problem.pixels >= 1 << 24:
-        return f"an image of {problem.pixels} pixels is too large"
     return no_room(shared_bytes(problem, config), shared, 1)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Sizes are parameters."""
-    pool = 0 if not problem.pixels else 2 if problem.tiles else 1
-    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": pool}
+    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": int(problem.tiles > 0)}
     defines = render.constants(sizes)
     stages = [render.epilogue(problem.between, "between_one"), render.epilogue(problem.epilogue)]
     text = "\n".join([defines, *stages, ""])
@@ -118,11 +115,11 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden]``), ``first_bias`` and
-    ``second_bias`` (fp32), ``output``. Pitches are elements from an image's vector to the next; with pixels, ``x_pitch`` is from a
-    pixel to the next."""
+    ``second_bias`` (fp32), ``output``. Pitches are elements from an image's vector to the next; with tiles, ``x_pitch`` is from a
+    tile's sums to the next."""
     parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
     parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
-    parameters.i32(problem.tiles or problem.pixels, pooled(problem, config)).f32(1.0 / max(1, problem.pixels))
+    parameters.i32(problem.tiles, pooled(problem, config)).f32(1.0 / max(1, problem.pixels))
     return parameters.launch(
         recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, warps(problem) * 32,
         shared=shared_bytes(problem, config), cluster=config.cluster,
@@ -138,8 +135,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     passes = -(-rows // warps(problem)) + -(-columns // (threads // part(problem)))
     steps = -(-problem.depth // 512) - 1 + -(-problem.hidden // (8 * part(problem))) - 1
     block = PASS_S * (passes + 0.25 * steps)
-    if problem.pixels:
-        loads = (problem.tiles or problem.pixels) * pooled(problem, config) / 8 / threads
+    if problem.tiles:
+        loads = problem.tiles * pooled(problem, config) / 8 / threads
         block += POOL_S + BATCH_S * (math.ceil(loads / AHEAD) - 1) + together
     return LAUNCH_S + together + block + (waves - 1) * (WAVE_S + block)
 

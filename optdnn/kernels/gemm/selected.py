@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -14,18 +13,12 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.strips import contiguous
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import FP32
 
 MOST = 65535
 """Most rows: a grid has no more blocks along y."""
-
-
-@lru_cache(maxsize=1024)
-def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    gpu = fitted(gpu)
-    return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class SelectedGemv(TakesBefore, ProblemTactic):
         return gemv.Problem(1, out.shape[1], x.shape[1], (), map_dtype(x.dtype), wide, selected=x.shape[0])
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return kernel_offers(gemv, problem, fitted(gpu))
 
     def emit(self, b: Builder, op: Op, config: gemv.Config) -> None:
         found = selection(b.graph, op)

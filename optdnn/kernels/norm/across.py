@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from optdnn.ir.graph import Op
@@ -17,18 +16,11 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
 from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, emit_norm
-from optdnn.kernels.tactic import Offer, Tactic
+from optdnn.kernels.tactic import Offer, Tactic, kernel_offers
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _ROWS = RowsOnce()
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
-
-
-@lru_cache(maxsize=1024)
-def _offers(problem: across.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The offers. A warp sums a row in an order that depends on the row's length only."""
-    return tuple(Offer(c, across.estimate(problem, c, gpu)) for c in across.candidates(problem, gpu))
 
 
 def lying_across(x: TensorView) -> tuple[int, int] | None:
@@ -99,7 +91,8 @@ class NormAcross(Tactic):
         return _problem(op, None, (pitch * shape[-1], pitch))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self.problem(b, op), b.gpu)
+        """The configurations. A warp sums a row in an order that depends on the row's length only."""
+        return kernel_offers(across, self.problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
@@ -165,7 +158,7 @@ class AddNormAcross(AddsAndNormalizes):
         return _problem(norm, lying_across(operands[1]), None)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._problem(b, op), b.gpu)
+        return kernel_offers(across, self._problem(b, op), b.gpu)
 
     def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
         found = self._operands(b, op)

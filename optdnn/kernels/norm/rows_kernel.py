@@ -25,8 +25,6 @@ MEMORY, CLOCK, LATENCY = 3.3e12, 1.75e9, 1.13e-6
 BLOCK_START = 67e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
-MAX_ROWS_ELEMENTS = 96
-"""Most elements of several rows in one thread's registers."""
 
 
 @dataclass(frozen=True)
@@ -111,22 +109,19 @@ class Problem(FloatElements):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``group`` threads share a row; each takes ``vectors`` accesses of ``lanes`` elements. A block has ``threads`` threads, a group
-    ``rows`` rows."""
+    """``group`` threads share a row; each takes ``vectors`` accesses of ``lanes`` elements. A block has ``threads`` threads."""
 
     group: int
     vectors: int
     lanes: int
     threads: int
-    rows: int = 1
 
     def __str__(self) -> str:
-        name = f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
-        return name + (f"r{self.rows}" if self.rows > 1 else "")
+        return f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
 
     def blocks(self, problem: Problem) -> int:
         """Blocks of the grid."""
-        return -(-problem.rows // (self.threads // self.group * self.rows))
+        return -(-problem.rows // (self.threads // self.group))
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -185,10 +180,6 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"more than {most} elements a thread"
     if problem.last and config.threads > 512 and config.vectors * config.lanes > 16:
         return "row and addend exceed a thread's registers"
-    if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
-        return "only a group within a warp takes several rows"
-    if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):
-        return "several rows exceed a thread's registers"
     return None
 
 
@@ -203,7 +194,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     norm, wide, l2 = problem.operation not in _SOFTMAX, problem.itemsize == 4, problem.operation == "l2_norm"
     defines = {
         "OPERATION": 1 if l2 else OPERATIONS.index(problem.operation), "L2": int(l2), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
-        "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
+        "GROUP": config.group, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "RESIDUAL": int(problem.residual), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WIDENED": int(problem.widened), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
@@ -258,8 +249,8 @@ def launch(
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch. The constants fit chains of norms on an H100 (``docs/internals/kernels-norms.md``)."""
-    elements, blocks = config.vectors * config.lanes * config.rows, config.blocks(problem)
-    cycles = 9 * elements + 100 * max(0, config.vectors * config.lanes - 16)
+    elements, blocks = config.vectors * config.lanes, config.blocks(problem)
+    cycles = 9 * elements + 100 * max(0, elements - 16)
     latency = LATENCY + cycles / CLOCK
     latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
     memory = max(problem.bytes / MEMORY, BLOCK_START * blocks / device.multiprocessors)
@@ -275,10 +266,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
     for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
         vectors = -(-problem.length // (group * lanes))
         for threads in (32, 64, 128, 256) if group <= 32 else (group,):
-            for rows in (1, 2, 4):
-                config = Config(group, vectors, lanes, threads, rows)
-                if refuse(problem, config) is None:
-                    found.append((estimate(problem, config, device), config))
+            config = Config(group, vectors, lanes, threads)
+            if refuse(problem, config) is None:
+                found.append((estimate(problem, config, device), config))
     found.sort(
         key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
     )  # among near-equal estimates: blocks of 128 to 192

@@ -17,6 +17,7 @@ from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
 from optdnn.kernels.conv.padding import edge_operands
+from optdnn.kernels.conv.space_to_depth import space_to_depth
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
 from optdnn.kernels.pointwise.pointwise import copied_later, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
@@ -106,7 +107,7 @@ def _stem(
     raw = b.source(value)
     n, _, h, w = raw.shape
     source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)
-    if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
+    if not raw.dense or space_to_depth(source).channels != quantized.LANES:
         return None
     seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
     row = width * quantized.LANES

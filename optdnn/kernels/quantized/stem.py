@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.problem import Source, space_to_depth, space_to_depth_weights
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.space_to_depth import space_to_depth, space_to_depth_weights
 from optdnn.types import Array
 
 LANES = 16
@@ -15,7 +16,7 @@ LANES = 16
 def overlapped(source: Source, together: int) -> Source:
     """A strided few-channel source as a source over blocks of pixels: ``together`` neighbors in a row are the channels of one pixel.
 
-    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of the K step of 8-bit wgmma. Neighboring pixels are
+    The blocks of :func:`.space_to_depth` have 16 channels, half of the K step of 8-bit wgmma. Neighboring pixels are
     neighbors in memory. A pixel of ``together`` x 16 channels that begins every 16 bytes therefore turns ``together`` taps into one.
     Padding to the left and right then has to be part of the image: :func:`row_padding`.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
 from optdnn.kernels.ranking import first_reason
 from optdnn.kernels.recurrent import grid_kernel
 from optdnn.kernels.recurrent.hopper import initial_states, unplain
-from optdnn.kernels.tactic import Offer, ProblemTactic
+from optdnn.kernels.tactic import Offer, ProblemTactic, kernel_offers
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.rnn import GATES, RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -34,14 +33,6 @@ ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
     "RNN": [("Relu",), ("Tanh",)],
 }
 """Cell -> the activations of a direction that the kernel supports."""
-
-
-@lru_cache(maxsize=256)
-def _offers(problem: grid_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    return tuple(
-        Offer(c, grid_kernel.estimate(problem, c, gpu), row_invariant=False)
-        for c in grid_kernel.candidates(problem, gpu)
-    )
 
 
 def state_strides(op: Op) -> tuple[int, ...]:
@@ -123,7 +114,7 @@ class GridRNN(ProblemTactic):
         )  # fmt: skip
 
     def offers(self, problem: grid_kernel.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return kernel_offers(grid_kernel, problem, gpu, row_invariant=False)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem = self.problem(b, op)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from optdnn.kernels.layout.tap_tables import AxisTable
 from optdnn.kernels.layout.taps import emit_taps
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, kernel_offers
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.rnn import RNNAttrs
@@ -23,11 +22,6 @@ from optdnn.types import BF16, FP16, FP32, Array
 
 BETWEEN = frozenset({"Squeeze", "Reshape"})
 """Operators between stacked layers: they remove the axis of directions."""
-
-
-@lru_cache(maxsize=256)
-def _offers(problem: rnn.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    return tuple(Offer(c, rnn.estimate(problem, c, gpu)) for c in rnn.candidates(problem, gpu))
 
 
 def _constants(b: Builder, op: Op) -> list[Array] | None:
@@ -94,7 +88,7 @@ class HopperRNN(ProblemTactic):
             return "its weights are not constant"
         problem = self._problem(b, [op], False)
         reason = rnn.refuse(problem, rnn.Config(8), most_clusters=1 << 30)
-        if reason is None and not _offers(problem, b.gpu):
+        if reason is None and not kernel_offers(rnn, problem, b.gpu):
             reason = "its clusters cannot run at once"
         return reason
 
@@ -141,7 +135,7 @@ class HopperRNN(ProblemTactic):
         return not all(_zero(b, v) for layer in layers for v in initial_states(layer))
 
     def offers(self, problem: rnn.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return kernel_offers(rnn, problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
         """The configuration of this name, or the best one: the name may have been chosen for the layer without the layers after it."""
@@ -267,7 +261,11 @@ class HopperRNN(ProblemTactic):
                 v is None or v in b.place or b.graph.constant_value(v) is not None for v in initial_states(following)
             )
             more = [*layers, following]
-            if not ready or self.refuse(b, following) is not None or not _offers(self._problem(b, more, False), b.gpu):
+            if (
+                not ready
+                or self.refuse(b, following) is not None
+                or not kernel_offers(rnn, self._problem(b, more, False), b.gpu)
+            ):
                 return layers
             layers = more
         return layers

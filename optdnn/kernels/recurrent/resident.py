@@ -4,7 +4,6 @@ launch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from optdnn.kernels.recurrent import resident_kernel
 from optdnn.kernels.recurrent.activations import activation, per_direction
 from optdnn.kernels.recurrent.grid import GridRNN, constant_operand, copy_states, place_states, written_states
 from optdnn.kernels.recurrent.hopper import HopperRNN, initial_states
-from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic, costlier
+from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic, costlier, kernel_offers
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.rnn import GATES, RNNAttrs
@@ -32,14 +31,6 @@ FAST = {
 }
 """C++ of fast activations for 16-bit floats, within 3e-7 for any x."""
 GRID, HOPPER = GridRNN(), HopperRNN()
-
-
-@lru_cache(maxsize=256)
-def _offers(problem: resident_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    return tuple(
-        Offer(c, resident_kernel.estimate(problem, c, gpu), row_invariant=False)
-        for c in resident_kernel.candidates(problem, gpu)
-    )
 
 
 def _functions(op: Op) -> str:
@@ -71,7 +62,7 @@ class ResidentRNN(ProblemTactic):
         if any(b.graph.constant_value(v) is None for v in operands):
             return "its weights are not constant"
         problem = self.problem(b, op)
-        if _offers(problem, b.gpu):
+        if self.offers(problem, b.gpu):
             return None
         least = resident_kernel.Config(b.gpu.multiprocessors, 1, 32)
         return resident_kernel.refuse(problem, least, b.gpu) or "no part of its matrix fits the registers of a block"
@@ -97,7 +88,7 @@ class ResidentRNN(ProblemTactic):
         )  # fmt: skip
 
     def offers(self, problem: resident_kernel.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return kernel_offers(resident_kernel, problem, gpu, row_invariant=False)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem = self.problem(b, op)

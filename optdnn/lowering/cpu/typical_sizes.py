@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from optdnn.dim import INF, Dim, DimLike, Function, Symbol, evaluate, substitute, symbol
 from optdnn.dim_text import lone
 from optdnn.errors import ShapeError
-from optdnn.ir.graph import STRUCTURAL, Graph, infer
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.ir.inference import infer
 from optdnn.ops.checks import agreements
 
 

@@ -31,7 +31,8 @@ from collections.abc import Callable, Mapping
 
 from optdnn.dim import bounds, dim_min
 from optdnn.ir.body import bodies
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.inference import known_shape
 from optdnn.limits import LOOP_TRIPS
 from optdnn.lowering.cpu.eight_bits import saturating
 from optdnn.lowering.cpu.empty_sizes import symbol_names

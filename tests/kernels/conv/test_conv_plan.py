@@ -17,11 +17,11 @@ from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
-from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Depth, Problem, Source
+from optdnn.kernels.conv.space_to_depth import space_to_depth, space_to_depth_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -43,14 +43,14 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
     rng = np.random.default_rng(0)
     image = rng.standard_normal((2, source.height, source.width, source.channels))
     weight = rng.standard_normal((5, source.channels, *source.kernel))
-    made, stride = conv_problem.space_to_depth(source), source.stride[0]
+    made, stride = space_to_depth(source), source.stride[0]
     moved = np.zeros((2, made.height, stride, made.width, stride, source.channels))
     moved.reshape(2, made.height * stride, made.width * stride, -1)[:, : source.height, : source.width] = image
     deep = np.zeros((2, made.height, made.width, made.channels))
     deep[..., : stride * stride * source.channels] = moved.transpose(0, 1, 3, 2, 4, 5).reshape(
         2, made.height, made.width, -1
     )
-    packed = conv_problem.space_to_depth_weights(source, weight)
+    packed = space_to_depth_weights(source, weight)
     assert made.output() == source.output()
     assert np.count_nonzero(packed) == weight.size
     np.testing.assert_allclose(convolve(deep, packed, made), convolve(image, weight, source), atol=1e-12)
@@ -58,7 +58,7 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
 
 def test_refusals_of_space_to_depth() -> None:
     with pytest.raises(InternalError, match="equal strides"):
-        conv_problem.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
+        space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
 
 
 def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:

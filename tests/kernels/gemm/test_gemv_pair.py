@@ -29,7 +29,6 @@ from optdnn.kernels.conv.depthwise import DepthwiseTactic
 from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.lowering.choose import TacticChoice
-from optdnn.ops.index import SplitAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.expected import expected_steps
@@ -40,13 +39,11 @@ HOPPER = of_arch("sm_90a")
 
 def excited(
     channels: int = 64, hidden: int = 16, *, images: int = 2, activation: str = "Relu", gate: str = "Sigmoid",
-    bias: bool = True, out: int = 0, means: bool = False, size: tuple[int, int] = (9, 7),
+    bias: bool = True, out: int = 0, size: tuple[int, int] = (9, 7),
 ) -> Graph:  # fmt: skip
-    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch computes the means; otherwise the convolution before it
-    does."""
+    """Squeeze-and-excitation (Hu et al., 2018) behind a depthwise convolution."""
     n = Net()
-    x = n.conv(n.input(images, 8, *size), channels)
-    x = x if means else n.conv(x, channels, group=channels)
+    x = n.conv(n.conv(n.input(images, 8, *size), channels), channels, group=channels)
     y = n.conv(n.op("GlobalAveragePool", x), hidden, 1, pads=0, bias=bias)
     y = n.op(gate, n.conv(n.op(activation, y), out or channels, 1, pads=0, bias=bias))
     return n.done(y if out else n.conv(n.op("Mul", x, y), 16, 1, pads=0))
@@ -63,18 +60,13 @@ NETS: dict[str, Callable[[], Graph]] = {
     "ten hidden": lambda: excited(hidden=10, activation="Swish"),
     "sums": lambda: excited(images=1, size=(40, 36)),
     "sums, many channels": lambda: excited(240, 10, images=2, size=(40, 36), activation="Swish"),
-    "means": lambda: excited(means=True),
-    "means, one image": lambda: excited(images=1, means=True, channels=96, size=(28, 28)),
-    "means, many channels": lambda: excited(1032, 24, images=1, means=True, activation="Swish"),
-    "means, many pixels": lambda: excited(24, 8, images=1, means=True, size=(96, 90)),
 }
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the cost model choose one launch everywhere."""
-    for one in (tactic.GemvPair, tactic.PooledPair):
-        monkeypatch.setattr(one, "defer", lambda *given: None)
+    monkeypatch.setattr(tactic.GemvPair, "defer", lambda *given: None)
 
 
 @pytest.mark.slow
@@ -87,7 +79,7 @@ def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
     tiled = any(s.params["op"]["kind"] == "ConvSqueeze" and s.params["op"]["attrs"]["tile"] for s in program.steps)
     assert tiled or not name.startswith("sums")
-    assert step.params["op"]["kind"] == ("ExcitationGate" if tiled or name.startswith("means") else "SeparableConv")
+    assert step.params["op"]["kind"] == ("ExcitationGate" if tiled else "SeparableConv")
     assert "SqueezeFinish" not in kinds(program), "the gate makes the means of the tiles' sums"
 
 
@@ -162,43 +154,6 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
 }
 
 
-def of_groups(n: Net) -> list[Value]:
-    """The launch of the depthwise convolution computes the means."""
-    x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(2, 8, 9, 7), 64), 64, group=64))
-    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0)]
-
-
-def odd_channels(n: Net) -> list[Value]:
-    """Channels that begin after four others."""
-    x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 68))
-    first, x = n.op("Split", x, n.ints(4, 64), attrs=SplitAttrs(1), outputs=2)
-    x = n.op("GlobalAveragePool", x)
-    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0), n.op("Tanh", first)]
-
-
-def read_twice(n: Net) -> list[Value]:
-    x = pixels(n)
-    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0), n.op("Tanh", x)]
-
-
-MEANS_REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
-    "groups": (of_groups, "the means belong to the launch of"),
-    "odd channels": (odd_channels, "its images are not channels-last"),
-    "another reader": (read_twice, "does not read the means of an image, alone"),
-}
-
-
-@pytest.mark.parametrize("name", MEANS_REFUSED)
-@pytest.mark.usefixtures("chosen")
-def test_means_are_refused_with_their_reason(name: str) -> None:
-    build, reason = MEANS_REFUSED[name]
-    n = Net()
-    program = lowered(n.done(*build(n)))
-    (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
-    assert not str(step.params["tactic"]).startswith("gemv_pair_means_sm90")
-    assert any(reason in found for found in reasons(program, "gemv_pair_means_sm90"))
-
-
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
@@ -228,14 +183,13 @@ def test_launches_that_were_not_faster_are_for_tuning(
     given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
-    network = excited(**{"channels": 1024, "hidden": 32, "means": True, **given})
-    check_not_taken(network, "gemv_pair_sm90", reason, "SeparableConv")
+    images, channels = given.get("images", 2), given.get("channels", 1024)
 
+    def build(n: Net) -> list[Value]:
+        x = n.op("GlobalAveragePool", n.conv(n.input(images, 8, 9, 7), channels))
+        return [n.conv(n.conv(x, 32, 1, pads=0), 24, 1, pads=0)]
 
-def test_tuning_tries_to_make_the_means_as_well() -> None:
-    program = lowered(excited(means=True))
-    assert "ExcitationGate" not in kinds(program)
-    assert any("only tuning tries to make the means" in r for r in reasons(program, "gemv_pair_means_sm90"))
+    check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
 
 
 P = pair.Problem(2, 64, 16, 64)
@@ -249,8 +203,7 @@ P = pair.Problem(2, 64, 16, 64)
         (replace(P, epilogue=(("bias",), ("add",))), 8, "nothing is added"),
         (P, 3, "no cluster of this kernel"),
         (replace(P, depth=4096, hidden=256), 4, "shared memory exceed"),
-        (replace(P, depth=1032, pixels=49), 1, "too many for the threads"),
-        (replace(P, pixels=1 << 24), 8, "is too large"),
+        (replace(P, depth=1032, pixels=49, tiles=2), 1, "too many for the threads"),
     ],
 )
 def test_refusals(problem: pair.Problem, cluster: int, reason: str) -> None:
@@ -290,21 +243,19 @@ def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(
-    ("depth", "pixels", "tiles"), [(64, 63, 0), (136, 500, 0), (24, 3, 0), (256, 1, 0), (96, 784, 56), (240, 784, 8)]
-)
+@pytest.mark.parametrize(("depth", "pixels", "tiles"), [(24, 3, 1), (96, 784, 56), (136, 500, 31), (240, 784, 8)])
 def test_means_on_a_processor(
     depth: int, pixels: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no larger blocks
     problem = pair.Problem(2, depth, 16, 40, pixels=pixels, tiles=tiles)
     assert pair.refuse(problem, pair.Config(1)) is None
-    rng, pitch = np.random.default_rng(0), depth if tiles else depth + 16
-    made = pair.launch(problem, pair.Config(1), HOPPER, pitch, 40)
+    rng = np.random.default_rng(0)
+    made = pair.launch(problem, pair.Config(1), HOPPER, depth, 40)
     text = made.recipe.generated["generated.cuh"]
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
-    x = (rng.standard_normal((2, tiles or pixels, pitch)) + 1).astype(np.float32 if tiles else np.float16)
+    x = (rng.standard_normal((2, tiles, depth)) + 1).astype(np.float32)
     first = (rng.standard_normal((16, depth)) / depth**0.5).astype(np.float16)
     second = (rng.standard_normal((40, 16)) / 4).astype(np.float16)
     biases = [rng.standard_normal(size).astype(np.float32) for size in (16, 40)]
@@ -312,7 +263,7 @@ def test_means_on_a_processor(
     arrays["output"] = np.zeros((2, 40), np.float16)
     held = {name: emulated.aligned(a) for name, a in arrays.items()}
     emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-    means = (x[..., :depth].sum(1, dtype=np.float32) / pixels).astype(np.float16).astype(np.float32)
+    means = (x.sum(1) / pixels).astype(np.float16).astype(np.float32)
     between = (means @ first.astype(np.float32).T + biases[0]).astype(np.float16).astype(np.float32)
     want = between @ second.astype(np.float32).T + biases[1]
     np.testing.assert_allclose(held["output"].astype(np.float32), want, rtol=0, atol=4e-3 * np.abs(want).max())

@@ -163,7 +163,7 @@ def check_on_a_gpu(graph: Graph, precision: str, kind: str = "AddNorm") -> None:
 def test_tokens_on_a_gpu(
     tokens: int, kind: str, config: across.Config, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(across_tactic, "_offers", lambda problem, gpu: (Offer(config, 1e-6),))
+    monkeypatch.setattr(across_tactic, "kernel_offers", lambda kernel, problem, gpu: (Offer(config, 1e-6),))
     n = Net()
     check_on_a_gpu(n.done(mixer(n, tokens, kind)), precision)
     n = Net()

@@ -6,8 +6,8 @@
 // share of the result. Both shares of the weights are loaded into shared memory before the producer of the vectors has ended: no kernel
 // writes weights. 16-bit operands, fp32 sums in a fixed order.
 //
-// POOL: the vector holds the means of an image's channels. Each block computes a share of them: with POOL 1 from the image's pixels
-// (channels-last), with POOL 2 from the sums of its tiles, which the previous kernel has written.
+// POOL: the vector holds the means of an image's channels. Each block computes a share of them, from the sums of the image's tiles, which
+// the previous kernel has written.
 //
 // generated.cuh defines CLUSTER, WARPS, PART (lanes that share a sum of the second product), POOL, between_one() and epilogue().
 #include "vectors.cuh"
@@ -18,7 +18,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int AHEAD = 8;
 
 struct Params {
-    const void* x;                                 // [images][x_pitch]; POOL: [images][pixels][x_pitch], for POOL 2 in fp32
+    const void* x;                                 // [images][x_pitch]; POOL: [images][tiles][x_pitch] in fp32
     const u16* first;                              // [hidden][depth]
     const float* first_bias;                       // [hidden]
     const u16* second;                             // [channels][hidden]
@@ -27,14 +27,9 @@ struct Params {
     int depth, hidden, channels;                   // depth and hidden: multiples of 8
     int rows, columns;                             // rows of the hidden vector, and columns of the result, per block
     int x_pitch, out_pitch;
-    int pixels, share;                             // POOL: pixels or tiles; channels whose means a block computes, a multiple of 8
+    int tiles, share;                              // POOL: tiles; channels whose means a block computes, a multiple of 8
     float factor;                                  // sum * factor is the mean
 };
-#if POOL == 2
-typedef float Item;
-#else
-typedef u16 Item;
-#endif
 
 DEVICE void copy(u16* to, const u16* from, int elements) {
     for (int i = threadIdx.x * 8; i < elements; i += THREADS * 8) copy_16_or_zeros(smem_address(to + i), from + i, 16);
@@ -54,8 +49,7 @@ DEVICE void meet(u32 barrier) {
 #endif
 }
 
-// Eight channels of a pixel, or of the sums of a tile.
-#if POOL == 2
+// Eight channels of the sums of a tile.
 struct Eight {
     float4 low, high;
 };
@@ -66,33 +60,25 @@ DEVICE void add_eight(float (&sum)[8], const Eight& v) {
     sum[0] += v.low.x, sum[1] += v.low.y, sum[2] += v.low.z, sum[3] += v.low.w;
     sum[4] += v.high.x, sum[5] += v.high.y, sum[6] += v.high.z, sum[7] += v.high.w;
 }
-#else
-typedef Packed<8> Eight;
-DEVICE Eight load_eight(const u16* from) { return load_packed<8>(from); }
-DEVICE void add_eight(float (&sum)[8], const Eight& v) {
-    #pragma unroll
-    for (int i = 0; i < 8; i++) sum[i] += element(v, i);
-}
-#endif
 
 // The sums of ``share`` channels from ``image`` on; the image has ``channels``. Each of the first ``share`` threads returns one sum. A thread
-// takes vectors of pixels that are ``lines`` pixels apart, AHEAD at a time; ``partial``: 8 floats per thread.
-DEVICE float channel_sum(const Params& p, const Item* image, int channels, float* partial) {
+// takes vectors of tiles that are ``lines`` tiles apart, AHEAD at a time; ``partial``: 8 floats per thread.
+DEVICE float channel_sum(const Params& p, const float* image, int channels, float* partial) {
     const int vectors = p.share / 8, lines = THREADS / vectors, vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
     float sum[8];
     #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = 0.0f;
     if (line < lines && vector * 8 < channels) {
-        for (int begin = line; begin < p.pixels; begin += AHEAD * lines) {
+        for (int begin = line; begin < p.tiles; begin += AHEAD * lines) {
             Eight v[AHEAD];
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                const int pixel = begin + k * lines;
-                v[k] = load_eight(image + (long long)min(pixel, p.pixels - 1) * p.x_pitch + vector * 8);
+                const int tile = begin + k * lines;
+                v[k] = load_eight(image + (long long)min(tile, p.tiles - 1) * p.x_pitch + vector * 8);
             }
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                if (begin + k * lines >= p.pixels) break;
+                if (begin + k * lines >= p.tiles) break;
                 add_eight(sum, v[k]);
             }
         }
@@ -148,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
 #if POOL
     float* partial = second_bias + (p.columns + 3) / 4 * 4;
     const int channel = rank * p.share, own = max(0, min(p.share, p.depth - channel));
-    const Item* const own_image = static_cast<const Item*>(p.x) + (long long)image * p.pixels * p.x_pitch;
+    const float* const own_image = static_cast<const float*>(p.x) + (long long)image * p.tiles * p.x_pitch;
     const float total = channel_sum(p, own_image + channel, own, partial);
 #else
     copy(x, static_cast<const u16*>(p.x) + (long long)image * p.x_pitch, p.depth);

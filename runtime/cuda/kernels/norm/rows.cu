@@ -2,11 +2,10 @@
 //
 // GROUP threads take a row. Each thread holds VECTORS vectors of LANES elements in registers as fp32, so that a row is read once and
 // written once: first the mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
-// and a block takes several rows; a larger GROUP is the whole block. ROWS: rows per group, where GROUP <= 32. All of them are loaded before
-// the first is reduced; they share one read of the parameters, which have four times the length of a row.
+// and a block takes several rows; a larger GROUP is the whole block.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, or with L2 an L2 norm, 2 softmax, 3 log-softmax), WIDE, LANES, VECTORS, GROUP,
-// ROWS, THREADS, HAS_ADD (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC
+// THREADS, HAS_ADD (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC
 // (the addend's rows repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
 // output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of
@@ -191,7 +190,7 @@ DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ Params p) {
     grid_launch_dependents();
-    const int row = (blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP) * ROWS, first = threadIdx.x % GROUP * LANES;
+    const int row = blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP, first = threadIdx.x % GROUP * LANES;
     const long long start = (long long)row * p.pitch;
     float scale[EARLY_PARAMETERS ? COUNT : LANES], bias[EARLY_PARAMETERS ? COUNT : LANES];
     float first_scale[FIRST && EARLY_PARAMETERS ? COUNT : LANES], first_bias[FIRST && EARLY_PARAMETERS ? COUNT : LANES];
@@ -206,102 +205,92 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
             if (FIRST && HAS_FIRST_BIAS) load_floats<LANES>(first_bias + at, p.first_bias + column);
         }
     }
-    long long from[ROWS], added[ROWS];             // of the rows' inputs and addends; before the wait, since they may take divisions
-    #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        from[r] = input_at(p, row + r);
-        added[r] = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.addend_pitch;
-    }
+    const long long from = input_at(p, row);       // before the wait, since both may take divisions
+    const long long addend = (long long)(PERIODIC ? row % p.period : row) * p.addend_pitch;
     grid_dependency_wait();
 
-    Vector raw[ROWS][VECTORS], other[HAS_ADD ? ROWS : 1][HAS_ADD ? VECTORS : 1];
+    Vector raw[VECTORS], other[HAS_ADD ? VECTORS : 1];
     #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        #pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            const int column = first + v * GROUP * LANES;
-            if (row + r >= p.rows || column >= p.length) continue;
-            raw[r][v] = input_vector(p, from[r] + column);
-            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = get_vector(p.addend + added[r] + column);
-        }
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = first + v * GROUP * LANES;
+        if (row >= p.rows || column >= p.length) continue;
+        raw[v] = input_vector(p, from + column);
+        if (HAS_ADD) other[HAS_ADD ? v : 0] = get_vector(p.addend + addend + column);
     }
-    float x[ROWS][COUNT], shift[ROWS], factor[ROWS];
+    float x[COUNT], shift, factor;
+    float first_shift = 0.0f, first_factor = 1.0f;
+    if (FIRST) moments<FIRST == 1>(raw, first, row < p.rows ? p.length : 0, p.inverse_length, p.first_epsilon, first_shift, first_factor);
+    float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
+    bool nan = false;                          // fmaxf drops NaN; softmax must propagate it
     #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        float first_shift = 0.0f, first_factor = 1.0f;
-        if (FIRST) moments<FIRST == 1>(raw[r], first, row + r < p.rows ? p.length : 0, p.inverse_length, p.first_epsilon, first_shift, first_factor);
-        float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
-        bool nan = false;                          // fmaxf drops NaN; softmax must propagate it
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = first + v * GROUP * LANES;
+        const bool inside = row < p.rows && column < p.length;
+        const int at = FIRST && EARLY_PARAMETERS ? v * LANES : 0;
+        if (FIRST && !EARLY_PARAMETERS && inside) {
+            if (HAS_FIRST_SCALE) load_floats<LANES>(first_scale, p.first_scale + column);
+            if (HAS_FIRST_BIAS) load_floats<LANES>(first_bias, p.first_bias + column);
+        }
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) {
+            float value = 0.0f;
+            if (inside) value = lane_of(raw[v], i);
+            if (FIRST && inside) {
+                value = (value - first_shift) * first_factor;
+                if (HAS_FIRST_SCALE) value *= first_scale[at + i];
+                if (HAS_FIRST_BIAS) value += first_bias[at + i];
+            }
+            if (HAS_ADD && !ADD_LAST && inside) value += lane_of(other[HAS_ADD ? v : 0], i);
+            if (OPERATION >= 2) {
+                value *= p.factor;
+                if (inside) total = fmaxf(total, value), nan |= value != value;
+            } else {
+                total += OPERATION == 0 ? value : value * value;
+            }
+            x[v * LANES + i] = value;
+        }
+        if (HAS_SUM && inside) put_vector(p.sum + start + column, vector_of(x + v * LANES));
+    }
+    if (OPERATION >= 2) {
+        shift = reduce<true>(total, 0);
+        float sum = nan ? __int_as_float(0x7fc00000) : 0.0f;
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            const int column = first + v * GROUP * LANES;
-            const bool inside = row + r < p.rows && column < p.length;
-            const int at = FIRST && EARLY_PARAMETERS ? v * LANES : 0;
-            if (FIRST && !EARLY_PARAMETERS && inside) {
-                if (HAS_FIRST_SCALE) load_floats<LANES>(first_scale, p.first_scale + column);
-                if (HAS_FIRST_BIAS) load_floats<LANES>(first_bias, p.first_bias + column);
-            }
+            if (first + v * GROUP * LANES >= p.length) continue;
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                float value = 0.0f;
-                if (inside) value = lane_of(raw[r][v], i);
-                if (FIRST && inside) {
-                    value = (value - first_shift) * first_factor;
-                    if (HAS_FIRST_SCALE) value *= first_scale[at + i];
-                    if (HAS_FIRST_BIAS) value += first_bias[at + i];
-                }
-                if (HAS_ADD && !ADD_LAST && inside) value += lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
-                if (OPERATION >= 2) {
-                    value *= p.factor;
-                    if (inside) total = fmaxf(total, value), nan |= value != value;
-                } else {
-                    total += OPERATION == 0 ? value : value * value;
-                }
-                x[r][v * LANES + i] = value;
+                const float e = exponential(x[v * LANES + i] - shift);
+                if (OPERATION == 2) x[v * LANES + i] = e;
+                sum += e;
             }
-            if (HAS_SUM && inside) put_vector(p.sum + start + (long long)r * p.pitch + column, vector_of(x[r] + v * LANES));
         }
-        if (OPERATION >= 2) {
-            shift[r] = reduce<true>(total, 0);
-            float sum = nan ? __int_as_float(0x7fc00000) : 0.0f;
+        sum = reduce<false>(sum, 1);
+        if (OPERATION == 2) shift = 0.0f, factor = reciprocal(sum);
+        else shift += logarithm(sum), factor = 1.0f;
+    } else if (OPERATION == 0) {
+        shift = reduce<false>(total, 0) * p.inverse_length;
+        float squares = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            if (first + v * GROUP * LANES >= p.length) continue;
             #pragma unroll
-            for (int v = 0; v < VECTORS; v++) {
-                if (first + v * GROUP * LANES >= p.length) continue;
-                #pragma unroll
-                for (int i = 0; i < LANES; i++) {
-                    const float e = exponential(x[r][v * LANES + i] - shift[r]);
-                    if (OPERATION == 2) x[r][v * LANES + i] = e;
-                    sum += e;
-                }
+            for (int i = 0; i < LANES; i++) {
+                const float d = x[v * LANES + i] - shift;
+                squares = fmaf(d, d, squares);
             }
-            sum = reduce<false>(sum, 1);
-            if (OPERATION == 2) shift[r] = 0.0f, factor[r] = reciprocal(sum);
-            else shift[r] += logarithm(sum), factor[r] = 1.0f;
-        } else if (OPERATION == 0) {
-            shift[r] = reduce<false>(total, 0) * p.inverse_length;
-            float squares = 0.0f;
-            #pragma unroll
-            for (int v = 0; v < VECTORS; v++) {
-                if (first + v * GROUP * LANES >= p.length) continue;
-                #pragma unroll
-                for (int i = 0; i < LANES; i++) {
-                    const float d = x[r][v * LANES + i] - shift[r];
-                    squares = fmaf(d, d, squares);
-                }
-            }
-            factor[r] = divided(p, reduce<false>(squares, 1) * p.inverse_length);
+        }
+        factor = divided(p, reduce<false>(squares, 1) * p.inverse_length);
 #if UNCENTERED
-            shift[r] = 0.0f;
+        shift = 0.0f;
 #endif
+    } else {
+        shift = 0.0f;
+        const float squares = reduce<false>(total, 0);
+        if (L2) {
+            const float length = sqrtf(squares), divisor = length < p.epsilon ? p.epsilon : length;   // NaN stays
+            factor = divisor == 0.0f ? 1.0f : 1.0f / divisor;
         } else {
-            shift[r] = 0.0f;
-            const float squares = reduce<false>(total, 0);
-            if (L2) {
-                const float length = sqrtf(squares), divisor = length < p.epsilon ? p.epsilon : length;   // NaN stays
-                factor[r] = divisor == 0.0f ? 1.0f : 1.0f / divisor;
-            } else {
-                factor[r] = divided(p, squares * p.inverse_length);
-            }
+            factor = divided(p, squares * p.inverse_length);
         }
     }
     #pragma unroll
@@ -312,39 +301,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
             if (HAS_SCALE) load_floats<LANES>(scale, p.scale + column);
             if (HAS_BIAS) load_floats<LANES>(bias, p.bias + column);
         }
+        if (row >= p.rows) continue;
+        float y[LANES];
+#if MODULATED
+        const long long image = row / p.shared;
+        const Vector factors = get_vector(p.factors + image * p.factor_pitch + column);
+        Vector shifts;
+        if (HAS_SHIFT) shifts = get_vector(p.shifts + image * p.shift_pitch + column);
+#endif
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (row + r >= p.rows) continue;
-            float y[LANES];
+        for (int i = 0; i < LANES; i++) {
+            float value = (x[v * LANES + i] - shift) * factor;
+            if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
+            if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
 #if MODULATED
-            const long long image = (row + r) / p.shared;
-            const Vector factors = get_vector(p.factors + image * p.factor_pitch + column);
-            Vector shifts;
-            if (HAS_SHIFT) shifts = get_vector(p.shifts + image * p.shift_pitch + column);
+            value *= lane_of(factors, i) + p.plus;
+            if (HAS_SHIFT) value += lane_of(shifts, i);
 #endif
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) {
-                float value = (x[r][v * LANES + i] - shift[r]) * factor[r];
-                if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
-                if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
-#if MODULATED
-                value *= lane_of(factors, i) + p.plus;
-                if (HAS_SHIFT) value += lane_of(shifts, i);
-#endif
-                const float added = ADD_LAST ? lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i) : 0.0f;
-                if (ADD_LAST && !RESIDUAL) value += added;
+            const float added = ADD_LAST ? lane_of(other[HAS_ADD ? v : 0], i) : 0.0f;
+            if (ADD_LAST && !RESIDUAL) value += added;
 #if EPILOGUE
-                value = epilogue(value, 0.0f, added);
+            value = epilogue(value, 0.0f, added);
 #endif
-                y[i] = value;
-            }
-            const Vector packed = vector_of(y);
-#if WIDENED
-            store_floats(p.output + start + (long long)r * p.pitch + column, y);
-#else
-            if (HAS_OUTPUT) put_vector(p.output + start + (long long)r * p.pitch + column, packed);
-#endif
-            if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
+            y[i] = value;
         }
+        const Vector packed = vector_of(y);
+#if WIDENED
+        store_floats(p.output + start + column, y);
+#else
+        if (HAS_OUTPUT) put_vector(p.output + start + column, packed);
+#endif
+        if (NARROW) store_narrow(p, p.narrow + (long long)row * p.length + column, packed);
     }
 }
