@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -60,6 +61,16 @@ class Offer:
     @property
     def name(self) -> str:
         return str(self.config)
+
+    @property
+    def predicted(self) -> float:
+        """The prediction in seconds; 0 if there is none."""
+        return self.seconds or 0.0
+
+
+def least_seconds(offers: Iterable[Offer]) -> float:
+    """The least prediction; infinity if there are no offers."""
+    return min((o.predicted for o in offers), default=math.inf)
 
 
 @lru_cache(maxsize=8192)
@@ -149,7 +160,7 @@ class TakesBefore(Tactic):
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
     """The reason to defer ``own``: it is predicted to take more than ``margin`` times as long as ``other``; else None. ``more``: seconds
     of further launches that ``own`` needs."""
-    seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
+    seconds, theirs = (min((o.predicted for o in t.configs(b, op)), default=0.0) for t in (own, other))
     seconds += more
     if seconds <= margin * theirs:
         return None

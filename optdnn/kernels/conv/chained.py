@@ -33,7 +33,7 @@ from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import MANY, Offer, Region, Tactic, kernel_offers
+from optdnn.kernels.tactic import MANY, Offer, Region, Tactic, kernel_offers, least_seconds
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
@@ -57,7 +57,7 @@ def _apart(problem: chained.Problem, gpu: GpuFacts) -> float:
     def best(depth: int, channels: int, stages: tuple[render.Stage, ...], types: tuple[Any, ...]) -> float:
         images = (Source(*p.size, depth),)
         found = hopper_launch.ranked(conv_problem.Problem(p.batch, channels, images, stages, *types), gpu)
-        return min((o.seconds or 0.0 for o in found), default=np.inf)
+        return least_seconds(found)
 
     first: tuple[Any, ...] = (p.dtype,)
     second: tuple[Any, ...] = (p.dtype,)
@@ -309,5 +309,5 @@ def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:
     """Why the cost models predict two launches to be better, or None."""
     if problem.pixels < FEWEST:
         return f"with {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
-    one = min((o.seconds or 0.0 for o in kernel_offers(chained, problem, gpu)), default=np.inf)
+    one = least_seconds(kernel_offers(chained, problem, gpu))
     return two_are_better(one, _apart(problem, gpu), GAIN)

@@ -29,7 +29,7 @@ from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs,
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import pack_filters
 from optdnn.kernels.gemm.gemv_pair import adds_sums
-from optdnn.kernels.tactic import MANY, Offer
+from optdnn.kernels.tactic import MANY, Offer, least_seconds
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 GAIN = 1.0
@@ -60,7 +60,7 @@ def _apart(problem: expanded.Problem, gpu: GpuFacts) -> tuple[float, float]:
     f = problem.filtered
     image = Source(f.source.height, f.source.width, problem.depth)
     product = conv_problem.Problem(f.batch, f.channels, (image,), problem.between, f.dtype)
-    first = min((o.seconds or 0.0 for o in hopper_launch.ranked(product, gpu)), default=np.inf)
+    first = least_seconds(hopper_launch.ranked(product, gpu))
     return first, min((t for t, _ in depthwise_ranked(f, gpu)), default=np.inf)
 
 
@@ -101,9 +101,7 @@ class Expanded(ConvPair, MakesMeans):
         """Why the cost models predict other launches to be better, or None. The others are a launch for each
         convolution, or one launch for the depthwise convolution and a 1x1 convolution after it."""
         invariant = b.row_invariant
-        one = min(
-            (o.seconds or 0.0 for o in _offers(problem, b.gpu) if o.row_invariant or not invariant), default=np.inf
-        )
+        one = least_seconds(o for o in _offers(problem, b.gpu) if o.row_invariant or not invariant)
         others = sum(_apart(problem, b.gpu)) - separable.saved(b, op)
         if others < LEAST:
             return f"other launches are predicted to take only {others * 1e6:.2f} us: only tuning tries one launch"

@@ -45,7 +45,7 @@ def ranked(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         gpu = of_arch("sm_80")
     found = [c for c in general.CONFIGS if general.refuse(problem, c) is None and not (hopper and c.split > 1)]
     offers = [Offer(c, general.estimate(problem, c, gpu), exact or c.split == 1) for c in found]
-    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+    return tuple(sorted(offers, key=lambda o: o.predicted))
 
 
 class GeneralTactic(ProblemTactic):

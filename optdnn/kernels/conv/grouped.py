@@ -86,12 +86,12 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         offers = _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu)
         if not offers:
             return None  # it refuses
-        own = min(o.seconds or 0.0 for o in offers)
+        own = min(o.predicted for o in offers)
         more = MEANS if self._pools(b, op) else 0.0
         bands = BandedConv()
         if bands.refuse(b, op) is not None:
             return None
-        theirs = min((o.seconds or 0.0 for o in bands.configs(b, op)), default=own)
+        theirs = min((o.predicted for o in bands.configs(b, op)), default=own)
         if theirs + more >= own:
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, {bands.name} {theirs * 1e6:.1f}"

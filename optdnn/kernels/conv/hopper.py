@@ -21,7 +21,7 @@ from optdnn.kernels.conv.space_to_depth import space_to_depth, space_to_depth_we
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import rendered_prologue
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import Region, least_seconds
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs, of_one_channel
 from optdnn.runtime.cuda.compile import render
@@ -207,10 +207,7 @@ class HopperConv(hopper_launch.HopperKernel):
         if feed.source.mode == conv_problem.VOLUME or feed.bands > 1:
             return None
         plain = self.problem_of(b, op, on_images(b, op, (feed,), bias_of(b, op), planned(b, op), width=width))
-        one, two = (
-            min((offer.seconds or 0.0 for offer in self.offers(p, b.gpu)), default=math.inf)
-            for p in (replace(plain, prologue=tuple(stages)), plain)
-        )
+        one, two = (least_seconds(self.offers(p, b.gpu)) for p in (replace(plain, prologue=tuple(stages)), plain))
         stored = 2 * math.prod(feed.x.shape) * feed.x.dtype.itemsize
         return stages if one < two + SEPARATE_S + stored / SEPARATE_RATE else None
 

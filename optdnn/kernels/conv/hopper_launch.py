@@ -102,7 +102,7 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         )
         for seconds, c in found
     ]
-    offers.sort(key=lambda o: o.seconds or 0.0)
+    offers.sort(key=lambda o: o.predicted)
     # Stream-K ranks first only in the range in which it was measured to be faster.
     streams = problem.k_steps >= STREAMED_STEPS
     first = next((o for o in offers if streams or not isinstance(o.config, hopper.Config) or not o.config.stream), None)

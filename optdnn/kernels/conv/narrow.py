@@ -68,7 +68,7 @@ class NarrowConv(GroupedConv):
         if b.row_invariant:  # one decision for all batch sizes, at a large one
             own, theirs = replace(own, batch=MANY), replace(theirs, batch=MANY)
         one, other = (
-            min((offer.seconds or 0.0 for offer in offers), default=0.0)
+            min((offer.predicted for offer in offers), default=0.0)
             for offers in (self.offers(own, b.gpu), hopper_launch.ranked(theirs, b.gpu))
         )
         other *= WIDE_TAKES

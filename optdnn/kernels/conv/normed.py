@@ -136,7 +136,7 @@ class NormedConv(HopperConv):
         if (why := super().defer(b, op)) is not None or NORM.refuse(b, self._normed(b, op).norm) is not None:
             return why
         pairs = ((NORM, self._normed(b, op).norm), (PLAIN, op), (self, op))
-        norm, alone, own = (tactic.configs(b, x)[0].seconds or 0.0 for tactic, x in pairs)
+        norm, alone, own = (tactic.configs(b, x)[0].predicted for tactic, x in pairs)
         if own + TOLD < norm + alone:
             return None
         return f"norm and convolution are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {(own + TOLD) * 1e6:.1f}"

@@ -97,7 +97,7 @@ def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:
 
 def faster_apart(b: Builder, together: tuple[Tactic, Op], apart: Sequence[tuple[Tactic, Op]]) -> str | None:
     """Why two launches are better than one that multiplies their results, by the cost model; None if they are not."""
-    one, two = (sum(t.configs(b, op)[0].seconds or 0.0 for t, op in pairs) for pairs in ((together,), apart))
+    one, two = (sum(t.configs(b, op)[0].predicted for t, op in pairs) for pairs in ((together,), apart))
     return None if one < two else f"two launches are predicted to take {two * 1e6:.1f} us, one {one * 1e6:.1f}"
 
 

@@ -57,7 +57,7 @@ class PooledConv(HopperConv):
         if not offers:
             return "no tile of whole windows fits"
         apart, pooling = self._apart(b, op, pool)
-        together = offers[0].seconds or 0.0
+        together = offers[0].predicted
         if together >= apart + pooling - OVERLAP:
             return (
                 f"{together * 1e6:.1f} us are predicted for both, {apart * 1e6:.1f} for the convolution alone and "
@@ -105,7 +105,7 @@ class PooledConv(HopperConv):
             for t in (op.outputs[0].type, pool.outputs[0].type)
         )
         offers = hopper_launch.ranked(self.problem_of(b, op, self._alone(b, op, x)), b.gpu)
-        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
+        return offers[0].predicted, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
 
 
 def _other_windows(b: Builder, pool: Op) -> str | None:

@@ -29,7 +29,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import MANY, Offer
+from optdnn.kernels.tactic import MANY, Offer, least_seconds
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
@@ -49,7 +49,7 @@ def _offers(problem: separable.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The kernel's configurations, the best predicted first."""
     found = [*cost.candidates(problem, gpu), *cost.candidates(problem, gpu, FEW, ordered=True)]
     offers = [Offer(c, cost.estimate(problem, c, gpu), cost.in_one_order(c)) for c in dict.fromkeys(found)]
-    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+    return tuple(sorted(offers, key=lambda o: o.predicted))
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +61,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     second = hopper_launch.ranked(
         conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), gpu
     )
-    seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
+    seconds = [min((t for t, _ in first), default=np.inf), least_seconds(second)]
     return float(sum(seconds))
 
 
@@ -183,7 +183,7 @@ def saved(b: Builder, op: Op) -> float:
     if tactic.refuse(b, after) is not None or tactic.defer(b, after) is not None:
         return 0.0
     problem = tactic.pair(b, after).problem
-    one = min((o.seconds or 0.0 for o in _offers(problem, b.gpu)), default=np.inf)
+    one = least_seconds(_offers(problem, b.gpu))
     return max(0.0, _apart(problem, b.gpu) - one)
 
 
@@ -199,5 +199,5 @@ def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) 
         return f"with more than {taps} taps or {channels} channels, only tuning tries one launch"
     if PROJECTED * problem.channels > problem.inner:
         return f"{problem.inner} channels become {problem.channels}: only tuning tries one launch with so small a reduction"
-    one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
+    one = least_seconds(o for o in _offers(problem, gpu) if o.row_invariant or not invariant)
     return two_are_better(one, _apart(problem, gpu), GAIN)

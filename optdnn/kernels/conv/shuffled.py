@@ -41,8 +41,8 @@ class ShuffledConv(HopperConv):
         offers = self.configs(b, op)
         if not offers:
             return "no configuration stores blocks"
-        apart = min(o.seconds or 0.0 for o in HopperConv().configs(b, op))
-        return two_are_better(offers[0].seconds or 0.0, apart + copy_seconds(b.result(op.value)), 1.0)
+        apart = min(o.predicted for o in HopperConv().configs(b, op))
+        return two_are_better(offers[0].predicted, apart + copy_seconds(b.result(op.value)), 1.0)
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The DepthToSpace after it."""

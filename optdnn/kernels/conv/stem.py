@@ -86,7 +86,7 @@ class StemConv(Tactic):
         if other.refuse(b, op) is not None:
             return None
         offers = other.configs(b, op)
-        own = stem_offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
+        own = stem_offers(self._problem(b, op), b.gpu)[0].predicted
         if not offers or (theirs := offers[0].seconds) is None:
             return None
         theirs += conv_stem_cost.layout_seconds(self._problem(b, op))

@@ -36,7 +36,7 @@ GAIN = 0.97
 def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The configurations on mma.sync and on Hopper's wgmma, the best predicted first."""
     mma = [Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu)]
-    return tuple(sorted([*mma, *wgmma_offers(problem, gpu)], key=lambda offer: offer.seconds or 0.0))
+    return tuple(sorted([*mma, *wgmma_offers(problem, gpu)], key=lambda offer: offer.predicted))
 
 
 def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> list[Offer]:
@@ -80,9 +80,9 @@ class PooledStem(StemConv):
             for t in (op.outputs[0].type, pool.outputs[0].type)
         )
         a = pool.attrs
-        two = (stem_offers(problem.conv, b.gpu)[0].seconds or 0.0) - OVERLAP
+        two = stem_offers(problem.conv, b.gpu)[0].predicted - OVERLAP
         two += predicted(x, out, a.kernel_shape, a.strides, b.gpu)
-        return two_are_better(_offers(problem, b.gpu)[0].seconds or 0.0, two, GAIN)
+        return two_are_better(_offers(problem, b.gpu)[0].predicted, two, GAIN)
 
     def _column(self, b: Builder, op: Op) -> bool:
         """The pool's windows are along both axes: a column stays one."""

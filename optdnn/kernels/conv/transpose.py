@@ -176,8 +176,8 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
             apart = self.problem_of(b, op, self._convolution(b, op, joint=False))
             more = 2 * joint.out.size * joint.out.dtype.itemsize / MEMORY + LATENCY
             two = [o for o in self.offers(apart, b.gpu) if o.config.stores_directly]
-            offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
-            offers.sort(key=lambda o: o.seconds or 0.0)
+            offers += [replace(o, seconds=o.predicted + more) for o in two]
+            offers.sort(key=lambda o: o.predicted)
         return offers
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:

@@ -158,7 +158,7 @@ class VolumeConv(HopperConv):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Why the cost model predicts copied frames to be faster, or None."""
-        together = self.offers(self.problem(b, op), b.gpu)[0].seconds or 0.0
+        together = self.offers(self.problem(b, op), b.gpu)[0].predicted
         apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
         copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
         if together >= (apart or 0.0) + copied:
@@ -217,7 +217,7 @@ class VolumeConv(HopperConv):
             feed = replace(c.feed, depth=replace(depth, together=count))
             made = replace(c, feeds=(feed,))
             offers, alone = (self.offers(self.problem_of(b, op, x), b.gpu) for x in (made, c))
-            if offers and (offers[0].seconds or 0.0) < (alone[0].seconds or 0.0):
+            if offers and offers[0].predicted < alone[0].predicted:
                 return made
         return c
 

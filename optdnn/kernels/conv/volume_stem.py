@@ -46,8 +46,8 @@ class VolumeStem(StemConv):
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None
-        theirs = (other.configs(b, op)[0].seconds or 0.0) + copy_seconds(b, self._volume(b, op))
-        own = stem_offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
+        theirs = other.configs(b, op)[0].predicted + copy_seconds(b, self._volume(b, op))
+        own = stem_offers(self._problem(b, op), b.gpu)[0].predicted
         if own <= theirs:
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, a copy of its frames and {other.name} {theirs * 1e6:.1f}"

@@ -50,7 +50,7 @@ def _apart(problem: pair.Problem, gpu: GpuFacts) -> float:
         conv_problem.Problem(problem.images, -(-out // 8) * 8, (Source(1, 1, depth),), stages, problem.dtype)
         for depth, out, stages in sizes
     )
-    return sum(min((o.seconds or 0.0 for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
+    return sum(min((o.predicted for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
 
 
 class GemvPair(ConvPair):
@@ -76,7 +76,7 @@ class GemvPair(ConvPair):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        one, two = kernel_offers(pair, problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        one, two = kernel_offers(pair, problem, gpu)[0].predicted, _apart(problem, gpu)
         if _summed(b, self.first(b.graph, op)):
             two += FINISH
         elif problem.hidden * problem.depth < SMALL:

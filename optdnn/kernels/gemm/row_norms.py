@@ -171,7 +171,7 @@ def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> 
 
 def seconds_of(b: Builder, *launches: tuple[Tactic, Op]) -> list[float]:
     """The predicted seconds of each launch."""
-    return [tactic.configs(b, op)[0].seconds or 0.0 for tactic, op in launches]
+    return [tactic.configs(b, op)[0].predicted for tactic, op in launches]
 
 
 def scaled_refusal(b: Builder, weight: Array, scale: Array) -> str | None:

@@ -35,7 +35,7 @@ def row_tile_offers(problem: tiles.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     rows = MANY * problem.period if problem.period > 1 else 4096
     found, many = tiles.candidates(problem, gpu), tiles.candidates(replace(problem, rows=rows), gpu, limit=1)
     offers = [Offer(c, tiles.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many))]
-    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+    return tuple(sorted(offers, key=lambda o: o.predicted))
 
 
 class RowTiles(ActivatedNorm):

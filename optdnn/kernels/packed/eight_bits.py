@@ -48,7 +48,7 @@ def _offers(problem: BytesProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The product's configurations, with the time of all three launches. Integer sums do not depend on their order."""
     packed = problem.packed
     first = dense.estimate(packed, 1) + row_bytes.estimate(packed.rows, packed.depth)
-    return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in hopper_launch.ranked(problem.product, gpu))
+    return tuple(replace(o, seconds=first + o.predicted) for o in hopper_launch.ranked(problem.product, gpu))
 
 
 def column_magnitudes(weights: Array, scales: Array, zeros: Array | None, attrs: Any) -> Array:

@@ -44,7 +44,7 @@ def _offers(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
     else:
         found = [o for o in ranked(problem.product, gpu) if o.config.split == 1]
     first = dense.estimate(problem.packed)
-    return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in found)
+    return tuple(replace(o, seconds=first + o.predicted) for o in found)
 
 
 class PackedGemm(MatrixProduct):

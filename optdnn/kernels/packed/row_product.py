@@ -153,4 +153,4 @@ class PackedResidentPair(_Surrounded, PackedResident):
 
 def best(offers: Sequence[Offer]) -> float:
     """Predicted seconds of the fastest offer."""
-    return min(o.seconds or 0.0 for o in offers)
+    return min(o.predicted for o in offers)

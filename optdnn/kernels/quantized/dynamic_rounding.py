@@ -147,8 +147,8 @@ class DynamicRounding(Elementwise):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
-        two = min(o.seconds or 0.0 for o in dynamic_range.DynamicRange().configs(b, _range(b, op))) + POINTWISE_S
-        return two_are_better(self.configs(b, op)[0].seconds or 0.0, two, 1.0)
+        two = min(o.predicted for o in dynamic_range.DynamicRange().configs(b, _range(b, op))) + POINTWISE_S
+        return two_are_better(self.configs(b, op)[0].predicted, two, 1.0)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         found, x, out = _range(b, op), b.operand(op.inputs[0]), b.target(op.value)
