@@ -88,6 +88,7 @@ from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
+from optdnn.passes.shared_matrices import SharedMatrices
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
@@ -220,6 +221,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
     ShortAttention(),  # after attention, before its heads are padded and its views are hoisted
+    SharedMatrices(),  # after attention, whose scores of one query have this form; before views are hoisted
     PadHeads(),  # after attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
     PixelShuffles(),  # before epilogues, which fix the order of channels

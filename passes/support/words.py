@@ -157,6 +157,7 @@ RULES: Mapping[str, str] = {
     "split_depthwise": "depthwise convolutions of gates split into two convolutions",
     "modulated_weights": "factors of convolutions' weights moved to pixels and results",
     "conv_of_computed_weights": "convolutions of computed weights written as products",
+    "shared_matrix": "vectors that share a matrix multiplied as the rows of one product",
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags replaced by one gather and one reduction",
     "loop_of_given_bags": "loops over embedding bags with computed bounds replaced by one reduction",
