@@ -89,6 +89,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.shared_matrices import SharedMatrices
+from optdnn.passes.shifted_stacks import ShiftedStacks
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
@@ -195,6 +196,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
+    ShiftedStacks(),  # after known positions of writes; before LayersOfParts, which joins views of both images
     StackedColumns(),  # before fusions, which would take the operators of each column
     ComplexLayers(),  # before LayersOfParts, which would join the real layers of a complex one; before epilogues
     LayersOfParts(),  # after UnrolledCells, which takes in the products of steps; before products are stacked along a new axis

@@ -1,8 +1,8 @@
 """Vectors that are multiplied by one computed matrix, each in a product of its own, become the rows of one product.
 
-Networks of proteins rotate the points of each residue by the residue's matrix (invariant point attention: Jumper et al., 2021; ESM3:
-Hayes et al., 2025): ``R[:, None] @ p[..., None]`` is a product of 3 x 3 numbers for each point. As rows, the points of a residue are
-one product. Constant matrices have this form already (:mod:`optdnn.passes.einsum_to_matmul`).
+Networks of proteins rotate the points of each residue by the residue's matrix (invariant point attention: Jumper et al., 2021;
+ESM3: Hayes et al., 2025): ``R[:, None] @ p[..., None]`` is a product of 3 x 3 numbers for each point. As rows, the points of a
+residue are one product. Constant matrices have this form already (:mod:`optdnn.passes.einsum_to_matmul`).
 """
 
 from __future__ import annotations
