@@ -1,9 +1,9 @@
 """Shifted copies of one image, stacked along a new axis, are written by one operator instead of a Pad for each copy.
 
-Stereo networks (GC-Net: Kendall et al., 2017; PSMNet: Chang and Chen, 2018) write the features of both images into a volume of zeros,
-one plane for each disparity d: ``volume[:, :c, d, :, d:] = left[..., d:]`` and ``volume[:, c:, d, :, d:] = right[..., :-d]``. Each
-plane is a Slice, a Pad and a part of a Concat. All planes of an image are a selection between the image, shifted by a Gather, and
-zeros. Volumes of products are different: :mod:`optdnn.passes.window_sums`.
+Stereo networks (GC-Net: Kendall et al., 2017; PSMNet: Chang and Chen, 2018) write the features of both images into a volume of
+zeros, a plane for each disparity d: ``volume[:, :c, d, :, d:] = left[..., d:]`` and ``volume[:, c:, d, :, d:] = right[..., :-d]``.
+Each plane is a Slice, a Pad and a part of a Concat. All planes of an image are a selection between the image, shifted by a Gather,
+and zeros. Volumes of products are different: :mod:`optdnn.passes.window_sums`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.crops import starts, zeros_before
-from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer
 from optdnn.types import Array, normalize_axis
 
 FEWEST = 4
