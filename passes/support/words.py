@@ -28,6 +28,7 @@ RULES: Mapping[str, str] = {
     "take_rows_by_index": "selections of a few rows moved in front of the operators that compute each row by itself",
     "conversion_after_views": "conversions moved behind views that reorder elements",
     "added_positions": "products of sums with constants merged with products of the other terms",
+    "video_norm": "normalizations of the images of a video computed with channels last",
     "norm_of_view": "normalizations moved after the views of images",
     "joined_pixels": "channels moved last where pixels of several images are joined",
     "softmax_mean": "means weighted by a softmax of channels written as products of rows",
