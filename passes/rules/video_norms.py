@@ -1,6 +1,6 @@
 """Norms of the channels of several images together: the images of one video are one image with more positions.
 
-Temporal layers of video networks (AnimateDiff: Guo et al., 2023) split the images of a video from the batch, and put the channels in
+Temporal layers of video networks (AnimateDiff: Guo et al., 2023) split the images of a video from the batch, and put channels in
 front of them, (B, C, T, H, W), since that is where a GroupNormalization expects them. Then they put the channels last, as rows for
 attention over the T images. A norm does not depend on the order of positions. So the rows of all images are normalized as they are.
 """

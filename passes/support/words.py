@@ -14,6 +14,8 @@ RULES: Mapping[str, str] = {
     "same_op": "equal computations kept once",
     "no_op": "operators without effect removed",
     "known_choice": "selections by masks that are true or false everywhere replaced by the operand that they take",
+    "first_places": "the first rows that a mask selects taken from a list of known length",
+    "sorted_again": "sorted elements not sorted again",
     "best_rows": "selections of the best scores above a threshold computed from all scores",
     "best_of_classes": "loops that select the best scores of each class replaced by one selection",
     "sum_of_groups": "sums over groups of channels replaced by sums of slices",
