@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule

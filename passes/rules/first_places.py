@@ -19,7 +19,7 @@ from optdnn.types import normalize_axis
 
 @rule("first_places", {"Slice"})
 def first_places(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Slice up to a known number of the places that a NonZero of a vector lists, or of the rows that a Gather takes from there."""
+    """A Slice of the first places that a NonZero of a vector lists, or of the rows that a Gather takes from there."""
     starts, ends, axes = (ints(graph, op.input(slot)) for slot in (1, 2, 3))
     steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
     rows = graph.op(operand(op))

@@ -27,7 +27,7 @@ GPU = PassContext(target="cuda:sm_90a")
 def selected(
     *, size: DimLike = 12, most: int = 5, start: int = 0, step: int = 1, axis: int = 0, gather: int | None = 0
 ) -> Graph:
-    """The first ``most`` rows (``gather`` None: their places) with a positive score, filled up to 7: boxes of the best detections."""
+    """The first ``most`` rows (``gather`` None: their places) with a positive score, filled up to 7: the best boxes."""
     n = Net()
     score = n.input(size, name="score")
     index = n.op("Reshape", n.op("NonZero", n.op("Greater", score, n.const(np.float32(0)))), n.ints(-1))
