@@ -39,7 +39,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import reshapes_before, value_before
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
@@ -208,9 +208,7 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
 def _are_pairs(graph: Graph, found: dict[str, Any], axis: int) -> bool:
     """Whether "first" and "second" are the two parts of x along a new axis of size 2, which divides x's last axis."""
     x, first, second = (found[name] for name in ("x", "first", "second"))
-    pairs = whole(
-        graph, value_before(graph, first, RESHAPES), value_before(graph, second, RESHAPES), even=True, axis=axis
-    )
+    pairs = pair(graph, value_before(graph, first, RESHAPES), value_before(graph, second, RESHAPES), axis=axis)
     shape = shape_of(graph, x)
     if pairs is None or not shape or not isinstance(shape[-1], int):
         return False

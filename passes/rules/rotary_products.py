@@ -15,7 +15,7 @@ from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
-from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
@@ -71,14 +71,14 @@ class RotaryProducts(PatternRule):
 def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
     """The tensor whose even features are ``a`` and whose odd features are ``b``, or None.
 
-    ``a`` and ``b`` are slices with a step of 2, or the two parts along a last axis of size 2."""
+    ``a`` and ``b`` are slices with a step of 2, or the two parts or elements along a last axis of size 2."""
     first, second = graph.op(a), graph.op(b)
     x = first.input(0)
     if first.kind == "Slice" and x is not None and second.input(0) == x:
         size = (shape_of(graph, x) or ("",))[-1]
         if isinstance(size, int) and [span(graph, op, size) for op in (first, second)] == [(0, size, 2), (1, size, 2)]:
             return None if size % 2 else x
-    pairs = whole(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES), even=True)
+    pairs = pair(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES))
     return pairs if pairs is not None and graph.type(pairs).dims[-1] == 2 else None
 
 

@@ -21,7 +21,8 @@ def model(body: str, angles: Any = ANGLES, shape: str = "[1,1,5,2]", x: str = "[
     return f"""<ir_version: 10, opset_import: ["" : 21]>
     rotary (float{x} x{more}) => (float y)
     <float{shape} angles = {{{numbers}}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}},
-     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64[4] full = {{2,3,5,4}}>
+     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64 even = {{0}}, int64 odd = {{1}},
+     int64[4] full = {{2,3,5,4}}>
     {{ c = Cos(angles) s = Sin(angles) {body} }}"""
 
 
@@ -31,6 +32,7 @@ STEPS = "a = Slice(x, zero, end, last, two) b = Slice(x, one, end, last, two)"
 UNBOUND = (
     """xp = Reshape(x, pairs) ap, bp = Split<axis=-1, num_outputs=2>(xp) a = Squeeze(ap, last) b = Squeeze(bp, last)"""
 )
+ELEMENTS = "xp = Reshape(x, pairs) a = Gather<axis=4>(xp, even) b = Gather<axis=4>(xp, odd)"
 PRODUCTS = "ac = Mul(a, c) bs = Mul(b, s) bc = Mul(b, c) as = Mul(a, s) re = Sub(ac, bs) im = Add(bc, as)"
 OTHER_ORDER = "ac = Mul(c, a) bs = Mul(b, s) bc = Mul(b, c) as = Mul(s, a) re = Sub(ac, bs) im = Add(as, bc)"
 JOINED = "y = Concat<axis=-1>(re, im)"
@@ -47,6 +49,7 @@ FORMS = {
     "unbound pairs": (f"{UNBOUND} {OTHER_ORDER} {STACKED}", True),
     "complex": (COMPLEX, True),
     "steps to halves": (f"{STEPS} {PRODUCTS} {JOINED}", True),
+    "elements of pairs": (f"{ELEMENTS} {PRODUCTS} {STACKED}", True),
     "unbound pairs to halves": (f"{UNBOUND} {OTHER_ORDER} {JOINED}", True),
 }
 
