@@ -93,6 +93,7 @@ from optdnn.passes.shifted_stacks import ShiftedStacks
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
+from optdnn.passes.small_products import SmallProducts
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.stacked_columns import StackedColumns
@@ -249,6 +250,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
+    SmallProducts(),  # after SharedMatrices, attention and rotary embeddings, which look for products
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
     FuseConvBn(),  # again: views that are gone stood between products and scales per channel (LayerScale after attention)

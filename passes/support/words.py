@@ -161,6 +161,7 @@ RULES: Mapping[str, str] = {
     "modulated_weights": "factors of convolutions' weights moved to pixels and results",
     "conv_of_computed_weights": "convolutions of computed weights written as products",
     "shifted_stack": "stacks of shifted copies of one image written by one operator",
+    "small_product": "products of very small matrices written as multiplications and sums",
     "shared_matrix": "vectors that share a matrix multiplied as the rows of one product",
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags replaced by one gather and one reduction",

@@ -78,11 +78,11 @@ def test_an_epilogue_stays() -> None:
     check_untouched(SharedMatrices(), graph)
 
 
-def test_rotated_points_are_one_product_per_residue() -> None:
+def test_rotated_vectors_are_one_product_per_matrix() -> None:
     net = Net()
-    points = net.op("MatMul", net.input(2, 20, 1, 3, 3), net.input(2, 20, 12, 3, 1, name="points"))
+    points = net.op("MatMul", net.input(2, 20, 1, 6, 6), net.input(2, 20, 12, 6, 1, name="points"))
     graph = net.done(points)
     check_simulated(graph)
     made, _ = passed(graph, "fp16")
     (only,) = [op for op in made.order() if op.kind == "MatMul"]
-    assert only.outputs[0].type.dims == (2, 20, 12, 3)
+    assert only.outputs[0].type.dims == (2, 20, 12, 6)
