@@ -115,20 +115,26 @@ _SWAPPED = node(
 _PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
 
 
-@pattern_rule("partial_rotary_embedding", node("Concat", _PART, SECOND))
+_PART_OR_VIEW = any_of(_PART, node(RESHAPES, node(RESHAPES, _PART, name="pairs"), name="merged"))
+
+
+@pattern_rule("partial_rotary_embedding", node("Concat", _PART_OR_VIEW, SECOND))
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(first features of x), the rest of x)`` along the last axis; the op may be between Transposes."""
+    """``Concat(RotaryEmbedding(first features of x), the rest of x)`` along the last axis; the op may be between Transposes.
+
+    Its result may be viewed as pairs, and back (GLM)."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     swaps, order = _transposes(found)
-    if order is None:
+    views = [found[name] for name in ("merged", "pairs") if name in found]
+    if order is None or (views and shape_of(graph, views[0].value) != shape_of(graph, operand(views[1]))):
         return None
     x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
         return None
-    if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:])):
+    if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:], *views)):
         return Miss(f"its rotated part is used elsewhere: {inner.name}")
     attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
-    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps, *views)}
 
     def build(patch: Patch) -> Value:
         return rotated(patch, x, inner.inputs[1:], attrs, order)

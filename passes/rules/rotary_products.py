@@ -41,9 +41,9 @@ class RotaryProducts(PatternRule):
         if parts is None:
             return None
         in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
-        halves = None if in_pairs else whole(graph, a, b, even=True)
+        halves = None if in_pairs else _halves(graph, a, b, graph.type(root.value).dims)
         x = _neighbors(graph, a, b) if halves is None else halves
-        if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
+        if x is None:
             return None
         rows = parts[:-1] if in_pairs else parts
         if not isinstance(rows[-1], int) or 0 in rows:
@@ -57,7 +57,10 @@ class RotaryProducts(PatternRule):
 
         def build(patch: Patch) -> Value:
             caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
-            whole_heads = in_shape(patch, x, full)
+            source = value_before(
+                graph, x, RESHAPES
+            )  # perhaps the first features of heads (GLM): a view would hide that
+            whole_heads = source if graph.type(source).shape == full else in_shape(patch, x, full)
             attrs = RotaryAttrs(interleaved=halves is None)
             y = rotated(patch, whole_heads, caches, attrs, order)
             if halves is None and not in_pairs:  # the results of even features come before those of odd features
@@ -66,6 +69,18 @@ class RotaryProducts(PatternRule):
             return in_shape(patch, y, graph.type(root.value).dims)
 
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
+
+
+def _halves(graph: Graph, a: Value, b: Value, heads: Shape) -> Value | None:
+    """The tensor with heads of this shape whose halves are ``a`` and ``b``, or its view as rows of halves; None if there is none."""
+    x = whole(graph, a, b, even=True)
+    if x is not None:
+        return x if shape_of(graph, x) == heads else None
+    rows = pair(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES), axis=-2)
+    shape = None if rows is None else shape_of(graph, rows)
+    if shape is None or shape[-2:] != (2, graph.type(a).dims[-1]) or graph.type(a).dims[:-1] != shape[:-2]:
+        return None
+    return rows if shape[:-2] == heads[:-1] else None
 
 
 def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
