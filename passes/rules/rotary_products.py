@@ -72,7 +72,7 @@ class RotaryProducts(PatternRule):
 
 
 def _halves(graph: Graph, a: Value, b: Value, heads: Shape) -> Value | None:
-    """The tensor with heads of this shape whose halves are ``a`` and ``b``, or its view as rows of halves; None if there is none."""
+    """The tensor of this shape whose halves are ``a`` and ``b``, or its view as rows of halves; None if there is none."""
     x = whole(graph, a, b, even=True)
     if x is not None:
         return x if shape_of(graph, x) == heads else None

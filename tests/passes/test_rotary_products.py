@@ -21,8 +21,8 @@ def model(body: str, angles: Any = ANGLES, shape: str = "[1,1,5,2]", x: str = "[
     return f"""<ir_version: 10, opset_import: ["" : 21]>
     rotary (float{x} x{more}) => (float y)
     <float{shape} angles = {{{numbers}}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}},
-     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64 even = {{0}}, int64 odd = {{1}}, int64[1] three = {{3}},
-     int64[4] full = {{2,3,5,4}}>
+     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64 even = {{0}}, int64 odd = {{1}},
+     int64[1] three = {{3}}, int64[4] full = {{2,3,5,4}}>
     {{ c = Cos(angles) s = Sin(angles) {body} }}"""
 
 
