@@ -29,9 +29,11 @@ def small_product(graph: Graph, op: Op) -> Match | None:
     if len(left) < 2 or len(right) < 2 or max(len(left), len(right)) < 3:
         return None
     rows, terms, columns = left[-2], left[-1], right[-1]
-    few = [isinstance(n, int) and 0 < n <= MOST for n in (rows, columns)]
-    if not isinstance(terms, int) or not 1 < terms <= MOST or not any(few):
+    few = [n for n in (rows, columns) if isinstance(n, int) and 0 < n <= MOST]
+    if not isinstance(terms, int) or not 1 < terms <= MOST or not few:
         return None
+    if len(few) == 1 and few[0] == 1:
+        return None  # a mixture of long rows: the launch after a product can add its terms
     if any(graph.constant_value(operand(op, slot)) is not None and _one(shapes[slot] or ()) for slot in (0, 1)):
         return None
 

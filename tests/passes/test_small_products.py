@@ -33,7 +33,13 @@ def product(left: Sequence[DimLike], right: Sequence[DimLike], *, constant: int 
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [((2, 5, 3, 3), (2, 5, 3, 1)), ((5, 2, 2), (7, 5, 2, 1)), ((b, n, 4, 4), (b, n, 4, 1)), ((9, 2, 3), (3, 1))],
+    [
+        ((2, 5, 3, 3), (2, 5, 3, 1)),
+        ((5, 2, 2), (7, 5, 2, 1)),
+        ((b, n, 4, 4), (b, n, 4, 1)),
+        ((9, 2, 3), (3, 1)),
+        ((9, 1, 3), (9, 3, 1)),
+    ],
 )
 def test_columns(left: Sequence[DimLike], right: Sequence[DimLike]) -> None:
     kinds = {"Transpose": 1, "Mul": 1, "ReduceSum": 1}
@@ -48,7 +54,7 @@ def test_columns(left: Sequence[DimLike], right: Sequence[DimLike]) -> None:
         ((2, 6, 4, 4), (6, 4, 4)),
         ((6, 4, 4), (2, 6, 4, 4)),
         ((6, 50, 3), (6, 3, 3)),
-        ((6, 1, 2), (6, 2, 50)),
+        ((6, 2, 2), (6, 2, 50)),
         ((b, n, 3), (b, 3, 4)),
     ],
 )
@@ -68,6 +74,8 @@ def test_a_constant_matrix_for_each_item(constant: int) -> None:
         product((6, 5, 5), (6, 5, 1)),  # more terms
         product((6, 8, 3), (6, 3, 8)),  # more rows and columns
         product((6, 4, 1), (6, 1, 4)),  # one term
+        product((6, 1, 4), (6, 4, 50)),  # a mixture of long rows
+        product((6, 50, 4), (6, 4, 1)),
         product((4, 4), (4, 4)),  # one product
         product((6, 50, 3), (3, 4), constant=1),  # a layer
         product((1, 3, 3), (6, 3, 50), constant=0),
