@@ -29,6 +29,8 @@ def shared_matrix(graph: Graph, op: Op) -> Match | None:
         slot, axis = 1, -2
     else:
         return None
+    if graph.constant_value(operand(op, slot)) is not None:
+        return None  # a layer, whose weights others look for
 
     def build(patch: Patch) -> Value:
         matrix, vectors = operand(op, slot), operand(op, 1 - slot)

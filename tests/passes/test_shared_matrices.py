@@ -69,6 +69,12 @@ def test_other_products_stay(left: Sequence[DimLike], right: Sequence[DimLike]) 
     check_untouched(SharedMatrices(), product(left, right))
 
 
+def test_layers_stay() -> None:
+    """One position of each of several items, times constant weights."""
+    net = Net()
+    check_untouched(SharedMatrices(), net.done(net.op("MatMul", net.input(5, 1, 8), net.random(8, 6))))
+
+
 def test_an_epilogue_stays() -> None:
     """Fused products come later in the pipeline; this pass leaves products with stages alone."""
     net = Net()
