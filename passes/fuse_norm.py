@@ -363,7 +363,7 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _before_groups(graph: Graph, split: Op, merge: Op) -> Value:
-    """The tensor of which ``split`` makes groups: its operand, or another reader's view of it in the shape of the Reshape back.
+    """The tensor that ``split`` divides into groups: its operand, or another reader's view of it in the shape of the Reshape back.
 
     Images that are views of a video (AnimateDiff) become groups by one Reshape, since two Reshapes in a row are one."""
     x, shape = operand(split), merge.outputs[0].type.shape
