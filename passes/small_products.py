@@ -2,16 +2,20 @@
 
 Rotations and poses are such matrices: 2 x 2 in rotary embeddings (SAM 2's exports), 3 x 3 in networks of proteins, 4 x 4 in bodies
 (SMPL: Loper et al., 2015) and cameras (BEVFormer: Li et al., 2022), one or more for each point. Tensor cores would multiply tiles
-that are nearly empty, after copies that pad their rows.
+that are nearly empty, after copies that pad their rows. If the matrices are very many, products have a kernel without tiles, which
+reads 16-bit operands as they are.
 """
 
 from __future__ import annotations
 
+import math
+
+from optdnn.dim import bounds
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, operand, shape_of
 from optdnn.types import Shape, is_float
 
@@ -19,8 +23,12 @@ MOST = 4
 """Most terms of a sum, and most rows or columns of one of the matrices."""
 
 
+MOST_ELEMENTS = 1 << 17
+"""Most elements of the result. For more of them, the conversions of a sum in 16 bits take longer than its launch saves."""
+
+
 @rule("small_product", {"MatMul"})
-def small_product(graph: Graph, op: Op) -> Match | None:
+def small_product(graph: Graph, op: Op) -> Match | Miss | None:
     """Takes plain products of two computed operands, or of a constant matrix per item: those with one matrix are layers."""
     shapes = [shape_of(graph, operand(op, slot)) for slot in (0, 1)]
     if op.attrs.epilogue or op.attrs.prologue or not is_float(op.outputs[0].type.dtype):
@@ -36,6 +44,8 @@ def small_product(graph: Graph, op: Op) -> Match | None:
         return None  # a mixture of long rows: the launch after a product can add its terms
     if any(graph.constant_value(operand(op, slot)) is not None and _one(shapes[slot] or ()) for slot in (0, 1)):
         return None
+    if math.prod(bounds(d)[1] for d in op.outputs[0].type.dims) > MOST_ELEMENTS:
+        return Miss(f"its result may have more than {MOST_ELEMENTS} elements")
 
     def build(patch: Patch) -> Value:
         x, y = operand(op), operand(op, 1)

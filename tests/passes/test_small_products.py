@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_untouched
+from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, passed
 
@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.small_products import SmallProducts
 
-b, n = symbol("b"), symbol("n")
+b, n = symbol("b", 1, 64), symbol("n", 1, 64)
 
 
 def product(left: Sequence[DimLike], right: Sequence[DimLike], *, constant: int = -1) -> Graph:
@@ -55,7 +55,7 @@ def test_columns(left: Sequence[DimLike], right: Sequence[DimLike]) -> None:
         ((6, 4, 4), (2, 6, 4, 4)),
         ((6, 50, 3), (6, 3, 3)),
         ((6, 2, 2), (6, 2, 50)),
-        ((b, n, 3), (b, 3, 4)),
+        ((b, 9, 3), (b, 3, 4)),
     ],
 )
 def test_matrices(left: Sequence[DimLike], right: Sequence[DimLike]) -> None:
@@ -85,6 +85,11 @@ def test_a_constant_matrix_for_each_item(constant: int) -> None:
 )
 def test_other_products_stay(graph: Graph) -> None:
     check_untouched(SmallProducts(), graph)
+
+
+@pytest.mark.parametrize("count", [1 << 14, symbol("any")])
+def test_very_many_products_are_refused(count: DimLike) -> None:
+    check_refused(SmallProducts(), product((count, 3, 3), (count, 3, 3)), because="may have more than 131072 elements")
 
 
 def test_an_epilogue_stays() -> None:
