@@ -125,12 +125,12 @@ def parse_dims(text: str) -> ShapeSpec:
         found = _DIM.fullmatch(part)
         if not found:
             ends = _ENDS.fullmatch(part)
-            raise UsageError(
-                f"the shape {text!r} cannot be read: {part!r} is neither a size nor a range",
-                hint="write 1x3x224x224, ? for a dimension that stays symbolic, or ranges: MIN..OPT..MAX"
-                if ends is None
-                else f"name the size to optimize for, too: {ends[1]}..OPT..{ends[2]}",
-            )
+            hint = "write 1x3x224x224, ? for a dimension that stays symbolic, or ranges: MIN..OPT..MAX"
+            if ends is not None:
+                hint = f"name the size to optimize for, too: {ends[1]}..OPT..{ends[2]}"
+            if not text:
+                hint = "write scalar for a tensor without dimensions"
+            raise UsageError(f"the shape {text!r} cannot be read: {part!r} is neither a size nor a range", hint=hint)
         low, opt, high, size, _ = found.groups()
         dims.append(_range(int(low), int(opt), int(high), repr(text)) if low else int(size) if size else None)
     return tuple(dims)

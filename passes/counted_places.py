@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
-from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gather import ScatterElementsAttrs
-from optdnn.ops.index import ConcatAttrs, CumulativeAttrs
-from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import in_shape, operand, producer
-from optdnn.types import BOOL, INT64
-
-MOST_PLACES = 1 << 14
-"""Most elements whose places are listed by a scan."""
+from optdnn.passes.support.places import MOST_PLACES, ones_of, places_of, total_of
 
 
 @rule("counted_places", {"NonZero"})
@@ -33,7 +27,7 @@ def counted_places(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the number of its rows is read as well")
 
     def build(patch: Patch) -> None:
-        total = _total(patch, _ones(patch, operand(op)))
+        total = total_of(patch, ones_of(patch, operand(op)))
         for shape in shapes:
             patch.replace(shape.value, total)
 
@@ -62,15 +56,9 @@ def padded_places(graph: Graph, op: Op) -> Match | Miss | None:
         )
 
     def build(patch: Patch) -> None:
-        ones = _ones(patch, operand(op))
-        total, places = _total(patch, ones), patch.constant(np.arange(size), "places")
-        before = patch.add("CumSum", [ones, patch.constant(np.array(0, np.int64), "axis")], CumulativeAttrs())
-        one = patch.constant(np.array([1], np.int64), "one")
-        behind = patch.add("Sub", [patch.add("Add", [total, places]), before])
-        chosen = patch.add("Cast", [ones], CastAttrs(BOOL))
-        at = patch.add("Where", [chosen, patch.add("Sub", [before, one]), behind])
-        empty = patch.constant(np.zeros(size, np.int64), "empty")
-        listed = patch.add("ScatterElements", [empty, at, places], ScatterElementsAttrs(0))
+        ones = ones_of(patch, operand(op))
+        total, places = total_of(patch, ones), patch.constant(np.arange(size), "places")
+        listed = places_of(patch, ones, total)
         given = patch.add("Less", [places, total])
         for joint in joints:
             spare = in_shape(patch, operand(joint, 1), (1,))
@@ -87,18 +75,6 @@ def padded_places(graph: Graph, op: Op) -> Match | Miss | None:
 def _counts_columns(shape: Op) -> bool:
     """Whether a Shape of the list gives only the number of its columns."""
     return (shape.attrs.start, shape.attrs.end) in ((1, None), (1, 2), (-1, None))
-
-
-def _ones(patch: Patch, x: Value) -> Value:
-    """1 for each element that is not zero, and 0 for the others."""
-    if patch.type(x).dtype != BOOL:
-        zero = patch.constant(np.zeros((), patch.type(x).dtype), "zero")
-        x = patch.add("Not", [patch.add("Equal", [x, zero])])
-    return patch.add("Cast", [x], CastAttrs(INT64))
-
-
-def _total(patch: Patch, ones: Value) -> Value:
-    return in_shape(patch, patch.add("ReduceSum", [ones, None], ReduceAttrs(keepdims=False)), (1,))
 
 
 def _spared(graph: Graph, joint: Op) -> bool:

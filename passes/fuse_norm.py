@@ -332,7 +332,7 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     merge = graph.sole_user(op.value)
     if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
         return None
-    x = operand(split)
+    x = _before_groups(graph, split, merge)
     dims, grouped = shape_of(graph, x), split.outputs[0].type.shape
     if dims is None or grouped is None or len(dims) < 3 or len(grouped) < 3:
         return None
@@ -361,6 +361,17 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     positions = None if merged == dims else tuple(int(d) for d in merged[2:])  # type: ignore[arg-type]
     norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True, positions=positions)
     return norm.match(graph, frozenset({split.id, op.id, merge.id}))
+
+
+def _before_groups(graph: Graph, split: Op, merge: Op) -> Value:
+    """The tensor that ``split`` divides into groups: its operand, or another reader's view of it in the shape of the Reshape back.
+
+    Images that are views of a video (AnimateDiff) become groups by one Reshape, since two Reshapes in a row are one."""
+    x, shape = operand(split), merge.outputs[0].type.shape
+    if shape is None or shape_of(graph, x) == shape:
+        return x
+    views = (u.value for u in graph.users(x) if u.kind == "Reshape" and u.id != split.id)
+    return next((v for v in views if shape_of(graph, v) == shape), x)
 
 
 def _of_groups(

@@ -39,7 +39,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import reshapes_before, value_before
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
@@ -115,20 +115,26 @@ _SWAPPED = node(
 _PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
 
 
-@pattern_rule("partial_rotary_embedding", node("Concat", _PART, SECOND))
+_PART_OR_VIEW = any_of(_PART, node(RESHAPES, node(RESHAPES, _PART, name="pairs"), name="merged"))
+
+
+@pattern_rule("partial_rotary_embedding", node("Concat", _PART_OR_VIEW, SECOND))
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(first features of x), the rest of x)`` along the last axis; the op may be between Transposes."""
+    """``Concat(RotaryEmbedding(first features of x), the rest of x)`` along the last axis; the op may be between Transposes.
+
+    Its result may be viewed as pairs, and back (GLM)."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     swaps, order = _transposes(found)
-    if order is None:
+    views = [found[name] for name in ("merged", "pairs") if name in found]
+    if order is None or (views and shape_of(graph, views[0].value) != shape_of(graph, operand(views[1]))):
         return None
     x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
         return None
-    if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:])):
+    if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:], *views)):
         return Miss(f"its rotated part is used elsewhere: {inner.name}")
     attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
-    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps, *views)}
 
     def build(patch: Patch) -> Value:
         return rotated(patch, x, inner.inputs[1:], attrs, order)
@@ -208,9 +214,7 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
 def _are_pairs(graph: Graph, found: dict[str, Any], axis: int) -> bool:
     """Whether "first" and "second" are the two parts of x along a new axis of size 2, which divides x's last axis."""
     x, first, second = (found[name] for name in ("x", "first", "second"))
-    pairs = whole(
-        graph, value_before(graph, first, RESHAPES), value_before(graph, second, RESHAPES), even=True, axis=axis
-    )
+    pairs = pair(graph, value_before(graph, first, RESHAPES), value_before(graph, second, RESHAPES), axis=axis)
     shape = shape_of(graph, x)
     if pairs is None or not shape or not isinstance(shape[-1], int):
         return False

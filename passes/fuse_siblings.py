@@ -9,8 +9,8 @@ On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime
 where their launches take longer than the multiplications by zeros.
 
 There too, convolutions that each read one of the parts of such a Split become one grouped convolution. The heads of CenterPoint, 36
-pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021). Products whose epilogues read parts of one
-tensor side by side, or the same factors of rows, are merged as well (:mod:`optdnn.passes.support.siblings`).
+pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021). Siblings whose epilogues read parts of one
+tensor side by side, and products that read the same factors of rows, are merged as well (:mod:`optdnn.passes.support.siblings`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
 from optdnn.passes.rules.image_products import channel_attention, heads_of_image, pixels_of_image
 from optdnn.passes.rules.softmax_means import softmax_mean
+from optdnn.passes.rules.video_norms import video_norm
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -245,6 +246,7 @@ class ImageTokens(RulePass):
         tokens_to_image,
         joined_pixels,
         norm_of_view,
+        video_norm,
         moved_pixels,
         activate_image,
         turned_units,

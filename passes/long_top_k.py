@@ -6,6 +6,8 @@ PointNet++). Only the first ones have to be selected.
 RetinaNet selects 1,000 of eight million scores. A kernel that cannot hold a line in registers reads it again and again with one
 block. The parts of a line are lines of their own, with a block each, and what they keep is a shorter line. Equal elements keep
 their order: the parts are in order, and so are the equal elements that a part keeps.
+
+Some detectors sort the scores of the best boxes once more before a suppression. They are in order already.
 """
 
 from __future__ import annotations
@@ -88,6 +90,48 @@ def first_of_sorted(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *dict.fromkeys(user for _, user in readers)), build)
 
 
+@rule("sorted_again", {"TopK"})
+def sorted_again(graph: Graph, op: Op) -> Match | None:
+    """A TopK of elements that another TopK sorted: they are in order. Equal elements keep their order."""
+    kept, before, t = ints(graph, operand(op, 1)), _sorting(graph, operand(op)), graph.type(operand(op))
+    if (
+        kept is None
+        or before is None
+        or not t.is_static
+        or (op.attrs.largest, op.attrs.sorted) != (before.attrs.largest, True)
+    ):
+        return None
+    axis = normalize_axis(op.attrs.axis, len(t.dims))
+    if normalize_axis(before.attrs.axis, len(t.dims)) != axis or not before.attrs.sorted:
+        return None
+    size, shape = t.static_shape[axis], [kept[0] if k == axis else n for k, n in enumerate(t.static_shape)]
+    places = np.arange(kept[0]).reshape([-1 if k == axis else 1 for k in range(len(shape))])
+
+    def build(patch: Patch) -> None:
+        patch.replace(op.value, before.value if kept[0] == size else sliced(patch, before.value, 0, kept[0], axis))
+        patch.replace(Value(op.id, 1), patch.constant(np.array(np.broadcast_to(places, shape), INT64), "places"))
+
+    return Match((op,), build)
+
+
+def _sorting(graph: Graph, value: Value) -> Op | None:
+    """The TopK whose values ``value`` holds: its result, or the elements of its operand at the places that it lists."""
+    op = graph.op(value)
+    if op.kind == "TopK" and value.port == 0:
+        return op
+    if op.kind not in ("Gather", "GatherElements"):
+        return None
+    before, places = graph.op(operand(op, 1)), operand(op, 1)
+    if (
+        before.kind != "TopK"
+        or places.port != 1
+        or operand(before) != operand(op)
+        or op.attrs.axis != before.attrs.axis
+    ):
+        return None
+    return before if op.kind == "GatherElements" or len(graph.type(operand(op)).dims) == 1 else None
+
+
 class LongTopK(RulePass):
     name = "long_top_k"
-    rules = (first_of_sorted, long_top_k)
+    rules = (sorted_again, first_of_sorted, long_top_k)

@@ -13,6 +13,7 @@ Further rules of this pass:
 - ``passes/rules/nested_selections.py``: detectors select boxes by their size, then by their scores.
 - ``passes/rules/masked_boxes.py``: detectors suppress boxes that a mask selects.
 - ``passes/rules/taken_last.py``: arithmetic on the boxes that a suppression keeps is done for all boxes.
+- ``passes/rules/first_places.py``: the first rows that a mask selects.
 - ``passes/rules/first_rows.py``: rows that are filled up to a known number.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
 - ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
@@ -37,6 +38,7 @@ from optdnn.passes.rules.best_selected import best_selected
 from optdnn.passes.rules.bounded_keys import bounded_keys
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
+from optdnn.passes.rules.first_places import first_places
 from optdnn.passes.rules.first_rows import first_rows_count, first_rows_filled
 from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, uncut, unrepeated
 from optdnn.passes.rules.masked_boxes import best_boxes, masked_boxes
@@ -195,6 +197,7 @@ class MaskedRows(RulePass):
         nested_selections,
         best_boxes,
         masked_boxes,
+        first_places,
         first_rows_count,
         first_rows_filled,
         taken_last,

@@ -88,9 +88,12 @@ from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
+from optdnn.passes.shared_matrices import SharedMatrices
+from optdnn.passes.shifted_stacks import ShiftedStacks
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
+from optdnn.passes.small_products import SmallProducts
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.stacked_columns import StackedColumns
@@ -194,6 +197,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
+    ShiftedStacks(),  # after known positions of writes; before LayersOfParts, which joins views of both images
     StackedColumns(),  # before fusions, which would take the operators of each column
     ComplexLayers(),  # before LayersOfParts, which would join the real layers of a complex one; before epilogues
     LayersOfParts(),  # after UnrolledCells, which takes in the products of steps; before products are stacked along a new axis
@@ -220,6 +224,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
     ShortAttention(),  # after attention, before its heads are padded and its views are hoisted
+    SharedMatrices(),  # after attention, whose scores of one query have this form; before views are hoisted
     PadHeads(),  # after attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
     PixelShuffles(),  # before epilogues, which fix the order of channels
@@ -245,6 +250,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
+    SmallProducts(),  # after SharedMatrices, attention and rotary embeddings, which look for products
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
     FuseConvBn(),  # again: views that are gone stood between products and scales per channel (LayerScale after attention)

@@ -23,7 +23,8 @@ from optdnn.ops.index import PadAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, zeros_around
+from optdnn.passes.support.crops import starts, zeros_before
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
 from optdnn.types import Array, normalize_axis
 
 SUMS = frozenset({"ReduceMean", "ReduceSum"})
@@ -155,7 +156,7 @@ def _uncut(
 
     ``other`` must be the overlap of the whole image with the shifted one, and ``pad`` must add zeros everywhere else. ``axis``:
     the axis along which the sums are joined."""
-    before, frame = _zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
+    before, frame = zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
     whole, start, moves = _sliced(graph, other)
     source, begin = moved
     if before is None or before[axis] or not all(graph.type(v).is_static for v in (whole, other)):
@@ -182,7 +183,7 @@ def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op
     If Pads add zeros to the tensor, the box may begin before it or end after it."""
     begin, alone, moves = [0] * len(graph.type(value).dims), True, list[Op]()
     while (op := producer(graph, value, {"Slice", "Pad"})) is not None:
-        moved = _starts(graph, op) if op.kind == "Slice" else _zeros_before(graph, op)
+        moved = starts(graph, op) if op.kind == "Slice" else zeros_before(graph, op)
         if moved is None:
             break
         begin = [b + m for b, m in zip(begin, moved, strict=True)]
@@ -190,28 +191,6 @@ def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op
         moves += [op] if alone else []
         value = operand(op)
     return value, tuple(begin), moves
-
-
-def _starts(graph: Graph, op: Op) -> list[int] | None:
-    """The begin of a Slice with steps of one along each axis; None for other Slices."""
-    shape, (starts, axes, steps) = shape_of(graph, operand(op)), (ints(graph, op.input(k)) for k in (1, 3, 4))
-    if shape is None or starts is None or (op.input(3) is not None and axes is None):
-        return None
-    if op.input(4) is not None and (steps is None or set(steps) != {1}):
-        return None
-    begin = [0] * len(shape)
-    for start, a in zip(starts, range(len(starts)) if axes is None else axes, strict=True):
-        size = shape[normalize_axis(a, len(shape))]
-        if not isinstance(size, int):
-            return None
-        begin[normalize_axis(a, len(shape))] = min(max(start + size, 0) if start < 0 else start, size)
-    return begin
-
-
-def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
-    """As :func:`_starts`, for a Pad that adds zeros and crops nothing: positions before the tensor are negative."""
-    zeros = zeros_around(graph, op) if op.input(3) is None else None
-    return None if zeros is None else [-n for n in zeros[: len(zeros) // 2]]
 
 
 def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:

@@ -15,7 +15,7 @@ from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
-from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
@@ -41,9 +41,9 @@ class RotaryProducts(PatternRule):
         if parts is None:
             return None
         in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
-        halves = None if in_pairs else whole(graph, a, b, even=True)
+        halves = None if in_pairs else _halves(graph, a, b, graph.type(root.value).dims)
         x = _neighbors(graph, a, b) if halves is None else halves
-        if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
+        if x is None:
             return None
         rows = parts[:-1] if in_pairs else parts
         if not isinstance(rows[-1], int) or 0 in rows:
@@ -57,7 +57,10 @@ class RotaryProducts(PatternRule):
 
         def build(patch: Patch) -> Value:
             caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
-            whole_heads = in_shape(patch, x, full)
+            source = value_before(
+                graph, x, RESHAPES
+            )  # perhaps the first features of heads (GLM): a view would hide that
+            whole_heads = source if graph.type(source).shape == full else in_shape(patch, x, full)
             attrs = RotaryAttrs(interleaved=halves is None)
             y = rotated(patch, whole_heads, caches, attrs, order)
             if halves is None and not in_pairs:  # the results of even features come before those of odd features
@@ -68,17 +71,29 @@ class RotaryProducts(PatternRule):
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
 
 
+def _halves(graph: Graph, a: Value, b: Value, heads: Shape) -> Value | None:
+    """The tensor of this shape whose halves are ``a`` and ``b``, or its view as rows of halves; None if there is none."""
+    x = whole(graph, a, b, even=True)
+    if x is not None:
+        return x if shape_of(graph, x) == heads else None
+    rows = pair(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES), axis=-2)
+    shape = None if rows is None else shape_of(graph, rows)
+    if shape is None or shape[-2:] != (2, graph.type(a).dims[-1]) or graph.type(a).dims[:-1] != shape[:-2]:
+        return None
+    return rows if shape[:-2] == heads[:-1] else None
+
+
 def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
     """The tensor whose even features are ``a`` and whose odd features are ``b``, or None.
 
-    ``a`` and ``b`` are slices with a step of 2, or the two parts along a last axis of size 2."""
+    ``a`` and ``b`` are slices with a step of 2, or the two parts or elements along a last axis of size 2."""
     first, second = graph.op(a), graph.op(b)
     x = first.input(0)
     if first.kind == "Slice" and x is not None and second.input(0) == x:
         size = (shape_of(graph, x) or ("",))[-1]
         if isinstance(size, int) and [span(graph, op, size) for op in (first, second)] == [(0, size, 2), (1, size, 2)]:
             return None if size % 2 else x
-    pairs = whole(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES), even=True)
+    pairs = pair(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES))
     return pairs if pairs is not None and graph.type(pairs).dims[-1] == 2 else None
 
 

@@ -15,6 +15,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import channels_from_last, channels_to_last, operand, producer, shape_of
+from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 
@@ -31,12 +32,17 @@ def softmax_mean(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("it has padding, strides or stages")
     if graph.sole_user(softmax.value) is None:
         return Miss("the softmax is read elsewhere")
-    turn, back = TransposeAttrs(channels_to_last(len(shape))), TransposeAttrs(channels_from_last(len(shape)))
+    turn, back = channels_to_last(len(shape)), TransposeAttrs(channels_from_last(len(shape)))
+    before = producer(graph, softmax.inputs[0], {"Transpose"}, alone=True)
+    if before is not None:  # one Transpose, which may become the view of an image as tokens (PP-YOLOE)
+        order = before.attrs.perm or tuple(reversed(range(len(shape))))
+        turn = tuple(order[k] for k in turn)
 
     def build(patch: Patch) -> Value:
-        rows = patch.add("Transpose", [operand(softmax)], turn, src=softmax.src)
+        source = operand(softmax if before is None else before)
+        rows = transposed(patch, source, turn)
         rows = patch.add("Softmax", [rows], SoftmaxAttrs(-1), src=softmax.src)
         matrix = patch.constant(np.ascontiguousarray(weight.reshape(-1, 1)), "weight")
         return patch.add("Transpose", [patch.add("MatMul", [rows, matrix], MatMulAttrs())], back)
 
-    return Match((op, softmax), build)
+    return Match((op, softmax, *([] if before is None else [before])), build)

@@ -18,6 +18,8 @@ from optdnn.types import FP64, Array, DType, Shape
 
 HIDDEN = -1e9
 """Mask elements up to this hide a score: after the softmax its weight is 0, unless all scores of the query are as small."""
+HIDDEN_TWICE = -1e4
+"""The same if the weights are masked again after the softmax (NeMo): the hidden scores could only change the sum of the weights."""
 _ABSORBS = -1e30
 """A score that is added to a number up to this vanishes in the rounding, even in float64."""
 
@@ -56,6 +58,8 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
                 return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
     if bias.condition is not None and not bias.certain:
         low = scalar(graph, bias.value)
+        if low is not None and bias.factor * low > HIDDEN:
+            return f"scores of {bias.factor * low:g} may not hide their keys, unless the weights are masked again"
         condition = graph.constant_value(bias.condition)
         seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
         if not seen and not (low is not None and bias.factor * low <= _ABSORBS):

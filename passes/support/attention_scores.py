@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.base import Miss
-from optdnn.passes.support.attention_mask import HIDDEN, Bias
+from optdnn.passes.support.attention_mask import HIDDEN_TWICE, Bias
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.views import keeps_last_two
@@ -104,7 +104,7 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
             low = constant_scalar(graph, hidden)
             if low is None or graph.type(inner).shape != shape:
                 continue
-            if factor > 0 and (factor * low <= HIDDEN):
+            if factor > 0 and factor * low <= HIDDEN_TWICE:
                 return further(inner, 1.0, Bias(hidden, lead, factor, operand(op), keeps=i == 1))
     return None
 

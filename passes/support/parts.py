@@ -40,6 +40,21 @@ def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: i
     return x if spans == [(0, cut, 1), (cut, size, 1)] else None
 
 
+def pair(graph: Graph, first: Value, second: Value, axis: int = -1) -> Value | None:
+    """As :func:`whole`, for equal parts. If the axis has two elements, Gathers may take them (``x[..., 0]`` and ``x[..., 1]``)."""
+    a, b = graph.op(first), graph.op(second)
+    if a.kind != "Gather" or b.kind != "Gather":
+        return whole(graph, first, second, even=True, axis=axis)
+    x = operand(a)
+    shape = shape_of(graph, x)
+    if operand(b) != x or shape is None or len(shape) < -axis or shape[axis] != 2:
+        return None
+    taken = [graph.constant_value(op.inputs[1]) for op in (a, b)]
+    if any(t is None or t.size != 1 for t in taken) or not all(is_axis(graph, x, op.attrs.axis, axis) for op in (a, b)):
+        return None
+    return x if [t.item() % 2 for t in taken if t is not None] == [0, 1] else None
+
+
 def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
     """Begin, end and step of a Slice of only this axis, whose size is ``size``; None for other ops."""
     if op.kind != "Slice":

@@ -1,7 +1,8 @@
 """Convolutions or products of one kind on one operand, taken apart and put side by side.
 
-The epilogues of products may read tensors: one that all siblings share, with one factor per row (a mask), or the parts of a Split
-side by side (the gates of a triangle multiplication: Jumper et al., 2021).
+Their epilogues may read tensors: the parts of a Split side by side (the gates of a triangle multiplication: Jumper et al., 2021;
+those of RAFT-Stereo's recurrent unit add parts of the context: Lipson et al., 2021), or, in products, one that all siblings share,
+with one factor per row (a mask).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import FusedAttrs
 from optdnn.passes.support.facts import integers, operand, producer
 from optdnn.passes.support.products import output_axis
-from optdnn.types import Array
+from optdnn.types import Array, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def member_of(graph: Graph, op: Op, *, tensors: bool = False) -> Member | str:
     if output.shape is None or len(output.shape) < 2:
         return "the rank of its result is unknown"
     width, rank = weight.shape[output_axis(op)], len(output.shape)
-    axis = 1 if op.kind == "Conv" else rank - 1
+    axis = _channels(op)
     arity = op.definition.arity
     assert arity is not None
     bias: Array | None = None
@@ -123,21 +124,21 @@ def member_of(graph: Graph, op: Op, *, tensors: bool = False) -> Member | str:
 
 
 def _tensor(graph: Graph, op: Op, value: Value | None) -> Tensor | None:
-    """The tensor that a stage of a product reads, if siblings can read it as one; else None."""
-    if value is None or op.kind == "Conv":
+    """The tensor that a stage reads, if siblings can read it as one; else None."""
+    if value is None:
         return None
     own, of = graph.type(value), op.outputs[0].type
-    if own.dims and own.dims[-1] == 1:
+    if own.dims and own.dims[-1] == 1 and op.kind != "Conv":
         return Tensor(value, -1)
     split = producer(graph, value, {"Split"})
-    if (
-        split is None
-        or not all(o.type.is_static for o in split.outputs)
-        or own.dims != of.dims
-        or split.attrs.axis % len(own.dims) != len(own.dims) - 1
-    ):
+    if split is None or not all(o.type.is_static for o in split.outputs) or own.dims != of.dims:
         return None
-    return Tensor(value, value.port)
+    return Tensor(value, value.port) if normalize_axis(split.attrs.axis, len(own.dims)) == _channels(op) else None
+
+
+def _channels(op: Op) -> int:
+    """The axis of the result's channels or columns."""
+    return 1 if op.kind == "Conv" else len(op.outputs[0].type.dims) - 1
 
 
 def side_by_side(members: Sequence[Member]) -> bool:
@@ -146,18 +147,18 @@ def side_by_side(members: Sequence[Member]) -> bool:
     return all(list(of) == list(range(of[0], of[0] + len(of))) for of in ports)
 
 
-def _joined_parts(graph: Graph, patch: Patch, tensors: Sequence[Tensor], name: str) -> Value:
-    """The tensor that joins the parts of a Split side by side, or the tensor that all siblings share."""
+def _joined_parts(graph: Graph, patch: Patch, tensors: Sequence[Tensor], axis: int, name: str) -> Value:
+    """The tensor that joins the parts of a Split along ``axis`` side by side, or the tensor that all siblings share."""
     first = tensors[0]
     if first.port < 0:
         return first.value
     split = graph.op(first.value)
-    sizes = [o.type.static_shape[-1] for o in split.outputs]
+    sizes = [o.type.static_shape[axis] for o in split.outputs]
     if len(tensors) == len(sizes):
         return operand(split)
-    begin, last = sum(sizes[: first.port]), len(graph.type(first.value).dims) - 1
+    begin = sum(sizes[: first.port])
     end = begin + sum(sizes[first.port : first.port + len(tensors)])
-    limits = [integers(patch, [n], f"{name}.{what}") for n, what in ((begin, "begin"), (end, "end"), (last, "axis"))]
+    limits = [integers(patch, [n], f"{name}.{what}") for n, what in ((begin, "begin"), (end, "end"), (axis, "axis"))]
     return patch.add("Slice", [operand(split), *limits])
 
 
@@ -180,7 +181,7 @@ def joined(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantC
     for k, scalar in enumerate(first.scalars):
         tensors = [t for m in members if (t := m.tensors[k]) is not None]
         if tensors:
-            inputs.append(_joined_parts(graph, patch, tensors, f"{name}.stage{k}"))
+            inputs.append(_joined_parts(graph, patch, tensors, _channels(first.op), f"{name}.stage{k}"))
             continue
         if scalar is None:
             vectors = [m.channels[k] for m in members]

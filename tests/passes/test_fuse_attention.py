@@ -125,6 +125,18 @@ def test_keys_that_all_images_share_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["masked again", "masked again, the other way"])
+def test_smaller_numbers_hide_scores_whose_weights_are_masked_again(name: str) -> None:
+    """NeMo and FunASR: -10000, and zero after the softmax."""
+    body = TEXTS[name].replace("-1000000000.0", "-10000.0")
+    graph, _ = check_pass(FuseAttention(), exported(body), changes=1)
+    assert graph.kinds()["Attention"] == 1
+    once = body.replace("y = MatMul(w, v)", "y = MatMul(p, v)")
+    check_refused(FuseAttention(), exported(once), because="scores of -10000 may not hide their keys")
+    low = body.replace("-10000.0", "-100.0")
+    check_refused(FuseAttention(), exported(low), because="a product of queries and keys with scales and masks")
+
+
 def test_queries_without_keys_give_zeros_where_the_weights_are_masked_again() -> None:
     """A constant mask that hides all keys of the first query."""
     body = TEXTS["masked again"].replace(

@@ -432,6 +432,24 @@ def test_group_norm_whose_positions_become_a_sequence_is_of_the_image() -> None:
     assert op.outputs[0].type.shape == (2, 6, 4, 5)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_group_norm_of_images_that_are_views_of_a_video(kept: bool) -> None:
+    """One Reshape makes groups of the video; the images are another view of it, if a shortcut reads them."""
+    n = Net(np.float64)
+    video = n.input(2, 3, 6, 4, 5)
+    split = n.op("Reshape", video, n.ints(6, 3, -1), attrs=attrs("Reshape"))
+    y = n.op("InstanceNormalization", split, n.const(np.ones(3)), n.const(np.zeros(3)), attrs=EpsilonAttrs(1e-3))
+    y = n.op("Mul", n.op("Reshape", y, n.ints(6, 6, 4, 5), attrs=attrs("Reshape")), n.random(6, 1, 1))
+    if not kept:
+        check_untouched(FuseNorm(), n.done(y))
+        return
+    images = n.op("Reshape", video, n.ints(6, 6, 4, 5), attrs=attrs("Reshape"))
+    kinds = {"GroupNormalization": 1, "Reshape": 1, "Add": 1}
+    graph, _ = check_pass(FuseNorm(), n.done(n.op("Add", y, images)), changes=1, kinds=kinds)
+    (op,) = graph.of_kind("GroupNormalization")
+    assert op.outputs[0].type.shape == (6, 6, 4, 5)
+
+
 @pytest.mark.parametrize("back", [(2, 12, 10), (2, 1, 120), (2, 120), (240,)])
 def test_a_norm_of_one_group_before_any_reshape(back: tuple[int, ...]) -> None:
     n = Net(np.float64)

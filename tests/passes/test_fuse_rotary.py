@@ -42,6 +42,7 @@ def model(body: str, angles: Any = BOTH, shape: str = "[1,1,5,4]") -> str:
     <float{shape} angles = {{{tensor(angles)}}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
      int64[1] last = {{3}},
      int64[1] end = {{9223372036854775807}},
+     int64 even = {{0}}, int64 odd = {{1}}, int64 final = {{-1}},
      float minus = {{-1}}, float half = {{0.5}}>
     {{ {body} }}"""
 
@@ -55,6 +56,8 @@ FORMS = {
         c = Unsqueeze(c1, one) s0 = Sin(w) s1 = Mul(s0, half) s = Unsqueeze(s1, one) {SUM}""",
     "rows of a table": f"""{SLICED} {TURNED} four = Constant<value_ints=[5,4]>() t = Reshape(angles, four) g = Gather(t, at)
         w = Unsqueeze(g, one) c = Cos(w) s = Sin(w) {SUM}""",
+    "elements of rows of halves": f"""rows = Constant<value_ints=[2,3,5,2,2]>() xr = Reshape(x, rows) a = Gather<axis=3>(xr, even)
+        b = Gather<axis=3>(xr, odd) {TURNED} {TABLES} {SUM}""",
     "rows of halves": f"""rows = Constant<value_ints=[2,3,5,2,2]>() xr = Reshape(x, rows) three = Constant<value_ints=[3]>()
         ar, br = Split<axis=3, num_outputs=2>(xr) a = Squeeze(ar, three) b = Squeeze(br, three) {TURNED} {TABLES} {SUM}""",
 }
@@ -67,7 +70,11 @@ PAIRS = """pairs = Constant<value_ints=[2,3,5,2,2]>() xp = Reshape(x, pairs) fou
     full = Constant<value_ints=[2,3,5,4]>()"""
 UNBOUND = f"""{PAIRS} ep, op = Split<axis=-1, num_outputs=2>(xp) e = Squeeze(ep, four) o = Squeeze(op, four) n = Neg(o)
     nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
+ELEMENTS = f"""{PAIRS} e = Gather<axis=4>(xp, even) o = Gather<axis=-1>(xp, odd) n = Neg(o)
+    nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
 NEIGHBORS = {
+    "elements of pairs": f"{ELEMENTS} {TABLES} {SUM}",
+    "elements from the end": f"{ELEMENTS} {TABLES} {SUM}".replace("odd)", "final)"),
     "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
     "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
         nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
@@ -410,6 +417,16 @@ OTHERS = {
     "halves of pairs exchanged": f"{UNBOUND} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"
     ),
+    "elements of pairs exchanged": f"{ELEMENTS} {TABLES} {SUM}".replace("odd)", "even)").replace(
+        "xp, even) o", "xp, odd) o"
+    ),
+    "one element twice": f"{ELEMENTS} {TABLES} {SUM}".replace("odd)", "even)"),
+    "elements of another axis": f"{ELEMENTS} {TABLES} {SUM}".replace("axis=4", "axis=3").replace(
+        "axis=-1>(xp", "axis=3>(xp"
+    ),
+    "elements of something else": f"z = Abs(xp) {ELEMENTS} {TABLES} {SUM}".replace("(xp, odd)", "(z, odd)")
+    .replace("z = Abs(xp)", "", 1)
+    .replace("e = Gather", "z = Abs(xp) e = Gather"),
     "pairs of something else": f"z = Abs(x) {UNBOUND} {TABLES} {SUM}".replace("Reshape(x,", "Reshape(z,"),
     "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
         "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"

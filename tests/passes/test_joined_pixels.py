@@ -85,9 +85,26 @@ def distances(n: Net, x: Value, bins: int = 16, **attrs: Any) -> Value:
 def test_a_mean_of_a_softmax_is_a_product_of_rows() -> None:
     n = Net(np.float64)
     graph = n.done(distances(n, n.input(2, 64, 10)))
-    left = {"Softmax": 1, "MatMul": 1, "Transpose": 3, "Reshape": 2}
+    left = {"Softmax": 1, "MatMul": 1, "Transpose": 2, "Reshape": 2}
     done, _ = check_pass(ImageTokens(), graph, changes=1, rules={"softmax_mean": 1}, kinds=left)
     assert done.of_kind("Softmax")[0].attrs.axis == -1
+
+
+def one_level(n: Net) -> Graph:
+    """PP-YOLOE's distances: the sides come last, and each level has its own mean."""
+    bins = n.op("Transpose", n.op("Reshape", level(n, 0, 68), n.ints(0, 4, 17, -1)), attrs=TransposeAttrs((0, 2, 3, 1)))
+    geometry = ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))
+    softmax = n.op("Softmax", bins, attrs=SoftmaxAttrs(1))
+    return n.done(
+        n.op("Squeeze", n.op("Conv", softmax, n.const(np.arange(17).reshape(1, 17, 1, 1)), attrs=geometry), n.ints(1))
+    )
+
+
+def test_a_mean_of_a_softmax_of_one_level() -> None:
+    rules = {"softmax_mean": 1, "image_to_tokens": 1}
+    done, _ = check_pass(ImageTokens(), one_level(Net(np.float64)), changes=2, rules=rules)
+    assert (0, 2, 3, 1) in [op.attrs.perm for op in done.of_kind("Transpose")]
+    assert kinds(check_simulated(one_level(Net()), "fp16")).count("SoftmaxMean") == 1
 
 
 def test_other_convolutions_after_a_softmax_stay() -> None:

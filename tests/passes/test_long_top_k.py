@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_refused, check_untouched, from_text
 
 from optdnn.passes import long_top_k
 from optdnn.passes.long_top_k import LongTopK
@@ -82,3 +82,49 @@ def test_only_elements_that_are_read_are_sorted(ends: tuple[int, ...], port: str
 )
 def test_elements_that_are_read_stay(text: str) -> None:
     check_untouched(LongTopK(), text)
+
+
+def again(
+    *, largest: int = 1, second: int = 1, axis: int = 0, other: int = 0, kept: int = 6, values: str = "Gather(whole, i)",
+    order: int = 1, shape: str = "6",
+) -> str:  # fmt: skip
+    """Elements that one TopK sorts, and another one sorts again, plus their places. Some of them are equal."""
+    return f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[{shape}] x) => (float sum) <int64[1] k = {{6}}, int64[1] few = {{{kept}}}, float two = {{2}}, int64 one = {{1}},
+       int64[6] numbers = {{5, 0, 1, 2, 3, 4}}>
+    {{ scaled = Mul(x, two) whole = Floor(scaled) y, i = TopK<axis = {axis}, largest = {largest}, sorted = {order}>(whole, k)
+       s = {values} z, j = TopK<axis = {other}, largest = {second}>(s, few) places = Cast<to = 1>(j) sum = Add(z, places) }}"""
+
+
+@pytest.mark.parametrize("values", ["Gather", "GatherElements<axis = 0>", ""])
+@pytest.mark.parametrize(("largest", "kept"), [(1, 6), (0, 6), (1, 4)])
+def test_sorted_elements_are_not_sorted_again(values: str, largest: int, kept: int) -> None:
+    text = again(values=f"{values}(whole, i)", largest=largest, second=largest, kept=kept)
+    if not values:
+        text = text.replace("s = (whole, i) ", "").replace("(s, few)", "(y, few)")
+    drops = () if kept < 6 else (f"{values.partition('<')[0]}_3", "TopK_4") if values else ("TopK_3",)
+    rules = {"sorted_again": 1} | ({"first_of_sorted": 1} if kept < 6 else {})
+    graph, _ = check_pass(LongTopK(), text, changes=len(rules), rules=rules, drops=drops)
+    assert len(graph.of_kind("TopK")) == 1
+
+
+def test_sorted_lines() -> None:
+    text = again(values="GatherElements<axis = 1>(whole, i)", axis=1, other=1, shape="3,6")
+    check_pass(LongTopK(), text, changes=1, rules={"sorted_again": 1}, drops=("GatherElements_3", "TopK_4"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        again(second=0),  # in the opposite order
+        again(order=0),
+        again(values="GatherElements<axis = 1>(whole, i)", axis=1, other=0, shape="6,6"),  # along another axis
+        again(values="Gather(scaled, i)"),  # other elements
+        again(values="Gather(whole, numbers)"),
+        again(values="Gather<axis = 1>(whole, numbers)", axis=1, other=1, shape="6,6"),
+        again(values="Gather(y, i)"),
+    ],
+)
+def test_other_elements_are_sorted(text: str) -> None:
+    report = LongTopK()(from_text(text), None)
+    assert "sorted_again" not in {fired.rule for fired in report.fired}

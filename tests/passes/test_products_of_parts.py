@@ -164,7 +164,7 @@ def test_stages_of_some_parts_stay() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_program_has_a_launch_for_all_parts(precision: str) -> None:
     found = kinds(check_simulated(chunks(states="pointwise"), precision))
-    assert found.count("MatMul") == 4
+    assert found.count("MatMul") + found.count("ReduceSum") == 4  # very small products are sums
     assert found.count("PointwiseScan") <= 1
 
 

@@ -21,7 +21,8 @@ def model(body: str, angles: Any = ANGLES, shape: str = "[1,1,5,2]", x: str = "[
     return f"""<ir_version: 10, opset_import: ["" : 21]>
     rotary (float{x} x{more}) => (float y)
     <float{shape} angles = {{{numbers}}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}},
-     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64[4] full = {{2,3,5,4}}>
+     int64[1] end = {{9223372036854775807}}, int64[5] pairs = {{2,3,5,2,2}}, int64 even = {{0}}, int64 odd = {{1}},
+     int64[1] three = {{3}}, int64[4] full = {{2,3,5,4}}>
     {{ c = Cos(angles) s = Sin(angles) {body} }}"""
 
 
@@ -31,6 +32,10 @@ STEPS = "a = Slice(x, zero, end, last, two) b = Slice(x, one, end, last, two)"
 UNBOUND = (
     """xp = Reshape(x, pairs) ap, bp = Split<axis=-1, num_outputs=2>(xp) a = Squeeze(ap, last) b = Squeeze(bp, last)"""
 )
+ELEMENTS = "xp = Reshape(x, pairs) a = Gather<axis=4>(xp, even) b = Gather<axis=4>(xp, odd)"
+GATHERED = "a = Gather<axis=3>(xp, even) b = Gather<axis=-2>(xp, odd)"
+DIVIDED = "ar, br = Split<axis=3, num_outputs=2>(xp) a = Squeeze(ar, three) b = Squeeze(br, three)"
+ROWS = f"xp = Reshape(x, pairs) {GATHERED}"
 PRODUCTS = "ac = Mul(a, c) bs = Mul(b, s) bc = Mul(b, c) as = Mul(a, s) re = Sub(ac, bs) im = Add(bc, as)"
 OTHER_ORDER = "ac = Mul(c, a) bs = Mul(b, s) bc = Mul(b, c) as = Mul(s, a) re = Sub(ac, bs) im = Add(as, bc)"
 JOINED = "y = Concat<axis=-1>(re, im)"
@@ -47,6 +52,9 @@ FORMS = {
     "unbound pairs": (f"{UNBOUND} {OTHER_ORDER} {STACKED}", True),
     "complex": (COMPLEX, True),
     "steps to halves": (f"{STEPS} {PRODUCTS} {JOINED}", True),
+    "rows of halves": (f"{ROWS} {PRODUCTS} {JOINED}", False),
+    "parts of rows of halves": (f"{ROWS} {PRODUCTS} {JOINED}".replace(GATHERED, DIVIDED), False),
+    "elements of pairs": (f"{ELEMENTS} {PRODUCTS} {STACKED}", True),
     "unbound pairs to halves": (f"{UNBOUND} {OTHER_ORDER} {JOINED}", True),
 }
 
@@ -59,6 +67,25 @@ def test_exported_forms(name: str) -> None:
     assert op.attrs.interleaved == interleaved
     assert not {"Sub", "Mul", "Add", "Concat"} & graph.kinds().keys()
     assert ("Transpose" in graph.kinds()) == name.endswith("to halves")
+
+
+def part(*, more: str = "") -> str:
+    """GLM rotates the first features of each head as pairs."""
+    turned = f"{ELEMENTS} {PRODUCTS} {STACKED}".replace("(x,", "(f,").replace("y = Reshape", "t = Reshape")
+    body = f"four = Constant<value_ints=[4]>() f = Slice(x, zero, four, last) g = Slice(x, four, end, last) {turned}"
+    return model(f"{body} y = Concat<axis=-1>(t, g) {more}", x="[2,3,5,8]")
+
+
+def test_features_that_are_not_rotated_stay() -> None:
+    graph, _ = check_pass(FuseRotary(), part(), changes=2, rules={"rotary_products": 1, "partial_rotary_embedding": 1})
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert (op.attrs.interleaved, op.attrs.rotary_embedding_dim) == (True, 4)
+    assert "Concat" not in graph.kinds()
+
+
+def test_rotated_features_that_are_used_elsewhere_stay_apart() -> None:
+    text = part(more="z = Abs(st)").replace("(float y)", "(float y, float z)")
+    check_pass(FuseRotary(), text, changes=1, rules={"rotary_products": 1})
 
 
 @pytest.mark.parametrize(("angles", "shape"), [(ANGLES, "[5,2]"), (np.tile(ANGLES, (2, 1)), "[2,1,5,2]")])
@@ -136,6 +163,8 @@ def test_no_positions() -> None:
         FORMS["halves"][0]
         .replace("Slice(x, zero, two, last)", "Slice(z, zero, two, last)")
         .replace("a = ", "z = Abs(x) a = ", 1),
+        FORMS["rows of halves"][0].replace("odd)", "even)"),
+        FORMS["rows of halves"][0].replace("axis=-2", "axis=4"),
         FORMS["steps"][0].replace("Slice(x, one, end, last, two)", "Slice(x, zero, end, last, two)"),
     ],
 )

@@ -57,6 +57,12 @@ def test_a_malformed_shape_is_refused(text: str, because: str) -> None:
         parse_dims(text)
 
 
+def test_an_empty_shape_may_mean_a_scalar() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_dims("")
+    assert raised.value.hint == "write scalar for a tensor without dimensions"
+
+
 def test_a_range_without_an_optimum_is_refused_with_advice() -> None:
     with pytest.raises(UsageError) as e:
         parse_dims("1..4x3")
