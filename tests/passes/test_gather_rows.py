@@ -241,6 +241,14 @@ def test_one_index_per_row_gathers_rows(batch: Any) -> None:
     check_pass(GatherRows(), graph, changes=1, kinds=kinds, rules={"row_indices": 1}, sizes=sizes)
 
 
+def test_indices_whose_number_depends_on_data_stay() -> None:
+    n = Net(np.float64)
+    places = n.op("NonZero", n.input(10, name="i", dtype=np.int64))
+    index = n.op("Transpose", places, attrs=TransposeAttrs((1, 0)))
+    graph = n.done(n.op("GatherND", n.random(10, 4), index, attrs=GatherNDAttrs(0)))
+    check_refused(GatherRows(), graph, because="the number of its rows depends on data", rule="row_indices")
+
+
 @pytest.mark.parametrize(("shape", "batch"), [((3, 2), 0), ((10, 1), 1)])
 def test_other_tuples_of_indices_stay(shape: tuple[int, ...], batch: int) -> None:
     n = Net(np.float64)
