@@ -26,13 +26,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from optdnn.ir.epilogue import images_of
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
-from optdnn.passes.support.facts import NORMS, depends_on_inputs, operand
+from optdnn.passes.support.facts import NORMS, depends_on_inputs, is_pointwise, operand
 from optdnn.passes.support.selected_matrices import read_in_place, selection
 from optdnn.passes.support.stages import (
     ACTIVATIONS,
@@ -90,6 +91,10 @@ class _Absorb(Rule):
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if context.on_gpu and _is_full(graph, op, user):
             return Miss(f"{op.name} reads a tensor already, and its kernel cannot read that of {user.name}, too")
+        if context.on_gpu and _is_unread(graph, op, user):
+            return Miss(f"kernels of products read no tensor like that of {user.name}, and pointwise operators do")
+        if context.on_gpu and (reader := _joins(graph, op, user)) is not None:
+            return Miss(f"the pointwise launch of {reader.name} computes {user.name} and the tensor that it reads")
         if user.id in self.positions and _adds_positions(graph, user, op.value):
             return Miss(f"{self.positions[user.id]}, in fp32")
         if any(self._order(graph, rival) > self._order(graph, op) for rival in self._rivals(graph, op, user)):
@@ -142,6 +147,37 @@ def _is_full(graph: Graph, op: Op, user: Op) -> bool:
         return any(not _is_partner(graph, op, v) for v in same)
 
     return tensors(op.inputs[op.definition.arity or 0 :]) and tensors(user.inputs)
+
+
+def _is_unread(graph: Graph, op: Op, user: Op) -> bool:
+    """Whether ``user`` reads a computed tensor that is smaller than the result, and no factors of each image's channels."""
+    out, values = op.outputs[0].type, [v for v in user.inputs if v is not None and v != op.value]
+    if not out.is_static or not all(graph.type(v).is_static for v in values):
+        return False
+    computed = [graph.type(v).static_shape for v in values if graph.constant_value(v) is None]
+    small = [dims for dims in computed if math.prod(dims) < math.prod(out.static_shape)]
+    return any(user.kind != "Mul" or not images_of(dims, out.static_shape) for dims in small)
+
+
+def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
+    """The pointwise reader of ``user`` that no epilogue of ``op`` takes in, if a pointwise operator computes the tensor that
+    ``user`` reads, and only pointwise operators read it. As a stage, ``user`` would need a launch for that tensor."""
+    reader = graph.sole_user(user.value)
+    if reader is None or not is_pointwise(reader) or not _reads_tensor_beside(graph, reader, user.value):
+        return None
+    for value in user.inputs:
+        source = None if value is None or value == op.value else graph.op(value)
+        if value is None or source is None or not is_pointwise(source) or graph.constant_value(value) is not None:
+            continue
+        if all(is_pointwise(other) for other in graph.users(value)):
+            return reader
+    return None
+
+
+def _reads_tensor_beside(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether an operator reads another computed tensor of its result's shape than ``value``."""
+    others = [v for v in op.inputs if v is not None and v != value and graph.constant_value(v) is None]
+    return any(graph.type(v).shape == op.outputs[0].type.shape for v in others)
 
 
 def _is_partner(graph: Graph, op: Op, value: Value) -> bool:
