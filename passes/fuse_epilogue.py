@@ -52,6 +52,7 @@ _REPEATED = 1 << 16
 """Most elements of a constant that is repeated for the matrices of a product."""
 _CHAIN = 4
 """Most activations and additions between a product and the product that gates it."""
+STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 WIDE = frozenset({"fp32", "tf32"})
 """Precisions that store a sum in fp32, without rounding."""
 
@@ -150,13 +151,21 @@ def _is_full(graph: Graph, op: Op, user: Op) -> bool:
 
 
 def _is_unread(graph: Graph, op: Op, user: Op) -> bool:
-    """Whether ``user`` reads a computed tensor that is smaller than the result, and no factors of each image's channels."""
+    """Whether ``user`` reads a computed tensor that is smaller than the result, and no factors of each image's channels.
+
+    Factors that products of the same operand share are left to `fuse_siblings`: one launch applies them to all results."""
     out, values = op.outputs[0].type, [v for v in user.inputs if v is not None and v != op.value]
     if not out.is_static or not all(graph.type(v).is_static for v in values):
         return False
-    computed = [graph.type(v).static_shape for v in values if graph.constant_value(v) is None]
-    small = [dims for dims in computed if math.prod(dims) < math.prod(out.static_shape)]
-    return any(user.kind != "Mul" or not images_of(dims, out.static_shape) for dims in small)
+    for value in values:
+        dims = graph.type(value).static_shape
+        if graph.constant_value(value) is not None or math.prod(dims) == math.prod(out.static_shape):
+            continue
+        scaled = [u.value for u in graph.users(value) if u.id != user.id and u.kind in {user.kind, op.kind}]
+        shared = any(_is_partner(graph, op, one, STAGES) for one in scaled)
+        if not shared and (user.kind != "Mul" or not images_of(dims, out.static_shape)):
+            return True
+    return False
 
 
 def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
@@ -180,13 +189,13 @@ def _reads_tensor_beside(graph: Graph, op: Op, value: Value) -> bool:
     return any(graph.type(v).shape == op.outputs[0].type.shape for v in others)
 
 
-def _is_partner(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether ``value`` is the result of another anchor with the same input, after activations and additions."""
+def _is_partner(graph: Graph, op: Op, value: Value, after: frozenset[str] = ACTIVATIONS | ADDITIONS) -> bool:
+    """Whether ``value`` is the result of another anchor with the same input, ``after`` operators of these kinds."""
     for _ in range(_CHAIN):
         other = graph.op(value)
         if other.kind in ANCHORS:
             return other.inputs[0] == op.inputs[0]
-        if other.kind not in ACTIVATIONS | ADDITIONS:
+        if other.kind not in after:
             return False
         values = [v for v in other.inputs if v is not None and graph.type(v).shape == graph.type(value).shape]
         value = next((v for v in values if graph.op(v).kind in ANCHORS), operand(other))

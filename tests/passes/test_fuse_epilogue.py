@@ -81,6 +81,16 @@ def test_kernels_of_gpus_read_no_smaller_tensors(kind: str, shape: tuple[int, ..
     check_pass(FUSE, graph, changes=1, context=PassContext(target="cpu"))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_factors_that_siblings_share_stay_with_them(gated: bool) -> None:
+    """The mask of a triangle multiplication (Jumper et al., 2021): `fuse_siblings` joins its products."""
+    n = Net(np.float64)
+    x, mask = n.input(2, 3, 6), n.input(2, 3, 1, name="mask")
+    a, b = (n.op("Mul", n.matmul(x, 4), n.matmul(x, 4)) if gated else n.matmul(x, 4) for _ in range(2))
+    graph = n.done(n.op("Mul", a, mask), n.op("Mul", b, mask))
+    check_pass(FUSE, graph, changes=4 if gated else 2, context=PassContext(target="cuda:sm_90a"))
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 4), (4,)])
 def test_kernels_of_gpus_read_factors_of_the_channels_of_images(shape: tuple[int, ...]) -> None:
     n = Net()
