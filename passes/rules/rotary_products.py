@@ -45,6 +45,10 @@ class RotaryProducts(PatternRule):
         x = _neighbors(graph, a, b) if halves is None else halves
         if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
             return None
+        if halves is None and not in_pairs and (join := _joined(graph, root)) is not None:
+            return Miss(
+                f"its features change places, and the launch of {join.name}, which joins them with others, computes them"
+            )
         rows = parts[:-1] if in_pairs else parts
         if not isinstance(rows[-1], int) or 0 in rows:
             return None
@@ -66,6 +70,16 @@ class RotaryProducts(PatternRule):
             return in_shape(patch, y, graph.type(root.value).dims)
 
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
+
+
+def _joined(graph: Graph, op: Op) -> Op | None:
+    """The Concat along the features that alone reads a result, perhaps after an Expand and views (multi-head latent attention)."""
+    user = graph.sole_user(op.value)
+    while user is not None and user.kind in RESHAPES | {"Expand"}:
+        user = graph.sole_user(user.value)
+    return (
+        user if user is not None and user.kind == "Concat" and is_axis(graph, user.value, user.attrs.axis, -1) else None
+    )
 
 
 def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
