@@ -100,6 +100,11 @@ def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
         return None
     if root.outputs[0].type.shape != (*indices, *table[1:]):
         return None
+    readers = graph.users(found["indices"])
+    flat = [user for view in readers if view.kind in RESHAPES for user in graph.users(view.value)]
+    tuples = [user for user in readers if user.kind == "GatherND"]  # `row_indices` flattens theirs
+    if tuples or any(user.kind == "Gather" and user.id != gather.id for user in flat):
+        return Miss("other Gathers take rows by the flattened indices, and they become one")
     return Match((root, gather), lambda patch: patch.add("Gather", [found["table"], found["indices"]], gather.attrs))
 
 

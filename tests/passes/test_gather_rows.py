@@ -210,17 +210,24 @@ def test_others_are_no_candidates(name: str) -> None:
     check_untouched(GatherRows(), others()[name])
 
 
-def embedded(shape: tuple[int, ...] = (2, 3), back: tuple[int, ...] = (2, 3, 4), axis: int = 0) -> Graph:
-    """``table(i.view(-1)).view(2, 3, -1)``."""
+def embedded(
+    shape: tuple[int, ...] = (2, 3), back: tuple[int, ...] = (2, 3, 4), axis: int = 0, second: bool = False
+) -> Graph:
+    """``table(i.view(-1)).view(2, 3, -1)``. ``second``: rows of another table, by the flattened indices, are an output, too."""
     n = Net(np.float64)
     i = n.op("Abs", n.input(*shape, name="i", dtype=np.int64))
     flat = n.op("Reshape", i, n.ints(-1))
     table = n.const(np.arange(40.0).reshape(10, 4))
-    return n.done(n.op("Reshape", n.op("Gather", table, flat, attrs=GatherAttrs(axis)), n.ints(*back)))
+    other = [n.op("Gather", n.random(10, 5), flat, attrs=GatherAttrs(0))] if second else []
+    return n.done(n.op("Reshape", n.op("Gather", table, flat, attrs=GatherAttrs(axis)), n.ints(*back)), *other)
 
 
 def test_indices_that_are_flattened_for_a_gather() -> None:
     check_pass(GatherRows(), embedded(), changes=1, kinds={"Abs": 1, "Gather": 1}, rules={"flat_indices": 1})
+
+
+def test_indices_that_are_flattened_for_two_gathers_stay_flat() -> None:
+    check_refused(GatherRows(), embedded(second=True), because="by the flattened indices, and they become one")
 
 
 @pytest.mark.parametrize(
