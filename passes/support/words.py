@@ -61,6 +61,7 @@ RULES: Mapping[str, str] = {
     "constant_last": "operands put in order",
     "sum_of_sums": "sums of reductions replaced by reductions of sums",
     "reduced_stack": "reductions of stacked tensors written as their sums",
+    "product_of_stack": "products of stacked tensors written as weighted sums",
     "sum_is_add": "Sums written as additions",
     "reciprocal": "reciprocals merged with divisions",
     "negation": "negations merged with additions",
