@@ -103,6 +103,7 @@ RULES: Mapping[str, str] = {
     "part_of_pad": "parts of Pads taken from their operands",
     "part_of_zeros": "parts with zeros around them written as selections",
     "merged_stack": "stacks that are merged with the next axis written as concatenations",
+    "stack_of_split": "stacks of all parts of a value replaced by a view of it",
     "concat_of_split": "concatenations of all parts of a value replaced by the value",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
