@@ -4,7 +4,8 @@ Such scales and shifts come from the channel gates of squeeze-and-excitation, an
 in DenseNet and pre-activation ResNets an activation is in between, or the normalized value has several readers. The kernel applies
 the prologue when it reads operand 0, before padding. The kernels of matrix products have no prologue: TMA brings their operands to
 tensor cores as they are. This pass runs after fuse_epilogue: a stage is cheaper in the epilogue of the
-producer. On GPUs it is also cheaper in the launch of a pointwise operator that computes operand 0.
+producer. On GPUs it is also cheaper in the launch of a pointwise operator that computes operand 0, unless that operator only
+converts the bytes of a picture.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class _Prologue(Rule):
         if not kept:
             return miss if miss is not None and self._reaches(graph, linear, value) else None
         links = chain[:kept][::-1]
-        if context.on_gpu and is_pointwise(first := graph.op(links[0][1])) and graph.sole_user(links[0][1]) is not None:
+        first = graph.op(links[0][1])
+        alone = is_pointwise(first) and graph.sole_user(links[0][1]) is not None
+        if context.on_gpu and alone and first.kind != "Cast":  # kernels convert the bytes of pictures themselves
             return Miss(f"{links[0][0].name} joins the launch of the pointwise operator {first.name} before it")
 
         def build(patch: Patch) -> Value:

@@ -10,6 +10,7 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
@@ -67,6 +68,13 @@ def test_gpus_compute_them_in_the_pointwise_launch_before(gate: bool) -> None:
     context = PassContext(target="cuda:sm_90a")
     check_refused(FUSE, graph, because="joins the launch of the pointwise operator Sigmoid_1", context=context)
     check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "Sigmoid": 1})
+
+
+def test_converted_pictures_are_normalized_in_the_convolution() -> None:
+    n = Net()
+    x = n.op("Cast", n.input(2, 4, 6, 6, dtype=np.dtype(np.uint8)), attrs=CastAttrs(np.dtype(np.float32)))
+    graph = n.done(n.conv(scale_shift(n, x), 5))
+    check_pass(FUSE, graph, changes=1, kinds={"Cast": 1, "Conv": 1}, context=PassContext(target="cuda:sm_90a"))
 
 
 def test_a_pointwise_operator_with_other_readers_does_not_compute_them() -> None:
