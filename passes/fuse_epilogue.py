@@ -92,8 +92,10 @@ class _Absorb(Rule):
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if context.on_gpu and _is_full(graph, op, user):
             return Miss(f"{op.name} reads a tensor already, and its kernel cannot read that of {user.name}, too")
-        if context.on_gpu and _is_unread(graph, op, user):
-            return Miss(f"kernels of products read no tensor like that of {user.name}, and pointwise operators do")
+        if context.on_gpu and "16" in context.precision and _is_unread(graph, op, user):
+            return Miss(
+                f"kernels of 16-bit products read no tensor like that of {user.name}, and pointwise operators do"
+            )
         if context.on_gpu and (reader := _joins(graph, op, user)) is not None:
             return Miss(f"the pointwise launch of {reader.name} computes {user.name} and the tensor that it reads")
         if user.id in self.positions and _adds_positions(graph, user, op.value):

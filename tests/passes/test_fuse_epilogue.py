@@ -77,8 +77,10 @@ def test_kernels_of_gpus_read_no_smaller_tensors(kind: str, shape: tuple[int, ..
     n = Net()
     y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
     graph = n.done(n.op(kind, y, n.op("Exp", n.input(*shape, name="t"))))
-    check_refused(FUSE, graph, because="pointwise operators do", context=PassContext(target="cuda:sm_90a"))
+    context = PassContext(target="cuda:sm_90a", precision="fp16")
+    check_refused(FUSE, graph, because="pointwise operators do", context=context)
     check_pass(FUSE, graph, changes=1, context=PassContext(target="cpu"))
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a"))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -88,7 +90,7 @@ def test_factors_that_siblings_share_stay_with_them(gated: bool) -> None:
     x, mask = n.input(2, 3, 6), n.input(2, 3, 1, name="mask")
     a, b = (n.op("Mul", n.matmul(x, 4), n.matmul(x, 4)) if gated else n.matmul(x, 4) for _ in range(2))
     graph = n.done(n.op("Mul", a, mask), n.op("Mul", b, mask))
-    check_pass(FUSE, graph, changes=4 if gated else 2, context=PassContext(target="cuda:sm_90a"))
+    check_pass(FUSE, graph, changes=4 if gated else 2, context=PassContext(target="cuda:sm_90a", precision="fp16"))
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4), (4,)])
@@ -96,7 +98,7 @@ def test_kernels_of_gpus_read_factors_of_the_channels_of_images(shape: tuple[int
     n = Net()
     y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
     graph = n.done(n.op("Mul", y, n.input(*shape, name="gate")))
-    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a"))
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a", precision="fp16"))
 
 
 def recurrent(*, readers: int = 1, last: str = "Add") -> Graph:
