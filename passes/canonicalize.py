@@ -15,6 +15,7 @@ from optdnn.passes.rules.concats import (
     merged_stack,
     part_of_concat,
     split_of_concat,
+    stack_of_split,
     turned_parts,
 )
 from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, neighboring_rows, repeated_pixels
@@ -72,6 +73,7 @@ class Canonicalize(RulePass):
         empty_parts,
         merged_stack,
         concat_of_split,
+        stack_of_split,
         turned_parts,
         concat_of_parts,
         added_part,  # after parts that are put together unchanged

@@ -27,7 +27,7 @@ from optdnn.passes.rules.scale import (
     step_miss,
     sub_is_add,
 )
-from optdnn.passes.rules.stacks import reduced_stack, sum_of_sums
+from optdnn.passes.rules.stacks import product_of_stack, reduced_stack, sum_of_sums
 from optdnn.passes.rules.window import activation_before_pool, pool_of_all, scale_before_resize, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
 from optdnn.passes.support.pattern import Var, node
@@ -177,6 +177,7 @@ class CanonicalizeArithmetic(RulePass):
         constant_last,  # first: the others look for constants in operand 1
         *Canonicalize.rules,
         reduced_stack,
+        product_of_stack,
         sum_of_sums,
         scale_before_resize,
         sum_is_add,

@@ -33,6 +33,10 @@ LEAST_SIDE = 4
 """Fewest rows, and fewest columns, of a multiplication that becomes a product of matrices."""
 
 
+LEAST_TERMS = 4
+"""Fewest terms of the sums of an Einsum that becomes a product of matrices, if one of its operands would be copied for that."""
+
+
 @dataclass(frozen=True)
 class Term:
     """A value with a label per axis."""
@@ -43,7 +47,7 @@ class Term:
 
 @rule("einsum_to_matmul", {"Einsum"})
 def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
-    """An Einsum of floats. Refuses diagonals, unknown sizes, axes of size 1 that broadcast, and integers."""
+    """An Einsum of floats. Refuses diagonals, unknown sizes, axes of size 1 that broadcast, integers, and short sums."""
     values = [v for v in op.inputs if v is not None]
     types = [graph.type(v) for v in values]
     if not all(t.is_static for t in types):
@@ -61,7 +65,21 @@ def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
     if 0 in sizes.values():
         return Miss("it has no elements")
     terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
+    if (few := _short_sum(graph, terms, result, sizes)) and few < LEAST_TERMS:
+        return Miss(
+            f"sums of {few} terms are shorter than the copy of the operand that a product of matrices would need"
+        )
     return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
+
+
+def _short_sum(graph: Graph, terms: Sequence[Term], result: Sequence[str], sizes: dict[str, int]) -> int:
+    """The number of terms of each sum of two operands, if a computed one has its batch axes behind others; else 0."""
+    if len(terms) != 2:
+        return 0
+    both = set(terms[0].labels) & set(terms[1].labels)
+    batch = both & set(result)
+    behind = any(graph.constant_value(t.value) is None and not batch <= set(t.labels[: len(batch)]) for t in terms)
+    return math.prod(sizes[x] for x in both - batch) if behind and both - batch else 0
 
 
 @rule("sum_to_matmul", {"ReduceSum"})

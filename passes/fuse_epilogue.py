@@ -26,13 +26,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from optdnn.ir.epilogue import images_of
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
-from optdnn.passes.support.facts import NORMS, depends_on_inputs, operand
+from optdnn.passes.support.facts import NORMS, depends_on_inputs, is_pointwise, operand
+from optdnn.passes.support.selected_matrices import read_in_place, selection
 from optdnn.passes.support.stages import (
     ACTIVATIONS,
     ADDITIONS,
@@ -50,6 +52,7 @@ _REPEATED = 1 << 16
 """Most elements of a constant that is repeated for the matrices of a product."""
 _CHAIN = 4
 """Most activations and additions between a product and the product that gates it."""
+STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 WIDE = frozenset({"fp32", "tf32"})
 """Precisions that store a sum in fp32, without rounding."""
 
@@ -83,10 +86,18 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
+        if op.kind == "MatMul" and (found := selection(graph, op)) is not None and read_in_place(found, context):
+            return Miss("the launch that reads a matrix for each row in place has no epilogue")
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if context.on_gpu and _is_full(graph, op, user):
             return Miss(f"{op.name} reads a tensor already, and its kernel cannot read that of {user.name}, too")
+        if context.on_gpu and "16" in context.precision and _is_unread(graph, op, user):
+            return Miss(
+                f"kernels of 16-bit products read no tensor like that of {user.name}, and pointwise operators do"
+            )
+        if context.on_gpu and (reader := _joins(graph, op, user)) is not None:
+            return Miss(f"the pointwise launch of {reader.name} computes {user.name} and the tensor that it reads")
         if user.id in self.positions and _adds_positions(graph, user, op.value):
             return Miss(f"{self.positions[user.id]}, in fp32")
         if any(self._order(graph, rival) > self._order(graph, op) for rival in self._rivals(graph, op, user)):
@@ -141,13 +152,52 @@ def _is_full(graph: Graph, op: Op, user: Op) -> bool:
     return tensors(op.inputs[op.definition.arity or 0 :]) and tensors(user.inputs)
 
 
-def _is_partner(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether ``value`` is the result of another anchor with the same input, after activations and additions."""
+def _is_unread(graph: Graph, op: Op, user: Op) -> bool:
+    """Whether ``user`` reads a computed tensor that is smaller than the result, and no factors of each image's channels.
+
+    Factors that products of the same operand share are left to `fuse_siblings`: one launch applies them to all results."""
+    out, values = op.outputs[0].type, [v for v in user.inputs if v is not None and v != op.value]
+    if not out.is_static or not all(graph.type(v).is_static for v in values):
+        return False
+    for value in values:
+        dims = graph.type(value).static_shape
+        if graph.constant_value(value) is not None or math.prod(dims) == math.prod(out.static_shape):
+            continue
+        scaled = [u.value for u in graph.users(value) if u.id != user.id and u.kind in {user.kind, op.kind}]
+        shared = any(_is_partner(graph, op, one, STAGES) for one in scaled)
+        if not shared and (user.kind != "Mul" or not images_of(dims, out.static_shape)):
+            return True
+    return False
+
+
+def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
+    """The pointwise reader of ``user`` that no epilogue of ``op`` takes in, if a pointwise operator computes the tensor that
+    ``user`` reads, and only pointwise operators read it. As a stage, ``user`` would need a launch for that tensor."""
+    reader = graph.sole_user(user.value)
+    if reader is None or not is_pointwise(reader) or not _reads_tensor_beside(graph, reader, user.value):
+        return None
+    for value in user.inputs:
+        source = None if value is None or value == op.value else graph.op(value)
+        if value is None or source is None or not is_pointwise(source) or graph.constant_value(value) is not None:
+            continue
+        if all(is_pointwise(other) for other in graph.users(value)):
+            return reader
+    return None
+
+
+def _reads_tensor_beside(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether an operator reads another computed tensor of its result's shape than ``value``."""
+    others = [v for v in op.inputs if v is not None and v != value and graph.constant_value(v) is None]
+    return any(graph.type(v).shape == op.outputs[0].type.shape for v in others)
+
+
+def _is_partner(graph: Graph, op: Op, value: Value, after: frozenset[str] = ACTIVATIONS | ADDITIONS) -> bool:
+    """Whether ``value`` is the result of another anchor with the same input, ``after`` operators of these kinds."""
     for _ in range(_CHAIN):
         other = graph.op(value)
         if other.kind in ANCHORS:
             return other.inputs[0] == op.inputs[0]
-        if other.kind not in ACTIVATIONS | ADDITIONS:
+        if other.kind not in after:
             return False
         values = [v for v in other.inputs if v is not None and graph.type(v).shape == graph.type(value).shape]
         value = next((v for v in values if graph.op(v).kind in ANCHORS), operand(other))

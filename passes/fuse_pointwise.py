@@ -24,6 +24,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.pointwise_parts import ALIGNED, GatedParts, PointwiseOfParts
 from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
+from optdnn.passes.rules.shape import reshape_chain
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.types import BOOL, TensorType, is_float, show_shape
@@ -303,6 +304,7 @@ class FusePointwise(RulePass):
 
     name = "fuse_pointwise"
     rules: Sequence[Rule] = (
+        reshape_chain,  # earlier passes leave views in a row, which hide a pointwise operator from another one
         PointwiseOfParts(),
         GatedParts(),
         FuseGroup(),

@@ -4,7 +4,8 @@ Such scales and shifts come from the channel gates of squeeze-and-excitation, an
 in DenseNet and pre-activation ResNets an activation is in between, or the normalized value has several readers. The kernel applies
 the prologue when it reads operand 0, before padding. The kernels of matrix products have no prologue: TMA brings their operands to
 tensor cores as they are. This pass runs after fuse_epilogue: a stage is cheaper in the epilogue of the
-producer.
+producer. On GPUs it is also cheaper in the launch of a pointwise operator that computes operand 0, unless that operator only
+converts the bytes of a picture.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support import affine
-from optdnn.passes.support.facts import operand, resized_picture, shape_of
+from optdnn.passes.support.facts import is_pointwise, operand, resized_picture, shape_of
 from optdnn.passes.support.linear import Linear
 from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stages
 
@@ -44,6 +45,10 @@ class _Prologue(Rule):
         if not kept:
             return miss if miss is not None and self._reaches(graph, linear, value) else None
         links = chain[:kept][::-1]
+        first = graph.op(links[0][1])
+        alone = is_pointwise(first) and graph.sole_user(links[0][1]) is not None
+        if context.on_gpu and alone and first.kind != "Cast":  # kernels convert the bytes of pictures themselves
+            return Miss(f"{links[0][0].name} joins the launch of the pointwise operator {first.name} before it")
 
         def build(patch: Patch) -> Value:
             slots = Slots(op)

@@ -28,6 +28,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.rules.concats import stack_of_split
 from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.rules.rows_of_one_index import RowsOfOneIndex
 from optdnn.passes.support.common_kernel import common_kernel
@@ -294,4 +295,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(), GroupSiblings(), OuterPart(), RowsOfOneIndex())
+    rules = (MergeSiblings(), GroupSiblings(), OuterPart(), RowsOfOneIndex(), stack_of_split)

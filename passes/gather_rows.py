@@ -21,6 +21,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.hoist_views import is_added
 from optdnn.passes.rules.scatter_rows import scatter_rows
+from optdnn.passes.support.data_sizes import depends_on_data
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
 from optdnn.passes.support.image_views import OF_IMAGES
 from optdnn.passes.support.paths import path_to, value_before
@@ -99,16 +100,25 @@ def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
         return None
     if root.outputs[0].type.shape != (*indices, *table[1:]):
         return None
+    readers = graph.users(found["indices"])
+    flat = [user for view in readers if view.kind in RESHAPES for user in graph.users(view.value)]
+    tuples = [user for user in readers if user.kind == "GatherND"]  # `row_indices` flattens theirs
+    if tuples or any(user.kind == "Gather" and user.id != gather.id for user in flat):
+        return Miss("other Gathers take rows by the flattened indices, and they become one")
     return Match((root, gather), lambda patch: patch.add("Gather", [found["table"], found["indices"]], gather.attrs))
 
 
 @rule("row_indices", {"GatherND"})
-def row_indices(graph: Graph, op: Op) -> Match | None:
+def row_indices(graph: Graph, op: Op) -> Match | Miss | None:
     """A GatherND with one index per row is a Gather of rows: torch.export writes ``bias[experts]`` so. A pointwise operator can
     take the rows in, and other passes know their form."""
     index = shape_of(graph, operand(op, 1))
     if op.attrs.batch_dims or index is None or index[-1] != 1:
         return None
+    if depends_on_data(graph, graph.type(operand(op, 1))):
+        return Miss(
+            "the number of its rows depends on data, and on the CPU the view of the indices would be a step of its own"
+        )
 
     def build(patch: Patch) -> Value:
         rows = patch.add("Squeeze", [operand(op, 1), patch.constant(np.array([-1], np.int64), "last")])

@@ -228,6 +228,8 @@ def _added_in_rows(graph: Graph, op: Op, transpose: Op, image: Value) -> Match |
     read = source.pointwise and any(user.kind == "Transpose" and user.attrs == back for user in graph.users(image))
     if not transposed and not read and source.kind not in IMAGES:
         return Miss(f"the other addend comes from {source.kind}, and would be transposed to be added to rows")
+    if source.kind in IMAGES and graph.sole_user(image) is op:
+        return Miss(f"the epilogue of {source.name} adds the rows, and takes the operators after the sum")
 
     def build(patch: Patch) -> Value:
         rows = operand(source) if transposed else patch.add("Transpose", [image], back)

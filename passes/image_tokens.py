@@ -20,6 +20,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
 from optdnn.passes.rules.image_products import channel_attention, heads_of_image, pixels_of_image
+from optdnn.passes.rules.plain_siblings import plain_sibling
 from optdnn.passes.rules.softmax_means import softmax_mean
 from optdnn.passes.rules.video_norms import video_norm
 from optdnn.passes.support.facts import (
@@ -190,8 +191,11 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     turned = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
     if turned is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
         return None
-    if producer(graph, turned.inputs[0], {"Conv"}, alone=True) is None:
+    conv = producer(graph, turned.inputs[0], {"Conv"}, alone=True)
+    if conv is None:
         return None
+    if (sibling := plain_sibling(graph, conv, user)) is not None:
+        return Miss(f"without the activation, one launch computes {conv.name} and {sibling.name}")
     constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
     if any(c is None or c.size > 1 for c in constants):
         return Miss("the activation reads more than the tokens and scalars")

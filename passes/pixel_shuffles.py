@@ -43,6 +43,8 @@ def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the convolution before it has stages")
     if any(graph.sole_user(o.value) is None for o in (conv, *between)):
         return Miss("its channels are also read in their own order")
+    if (other := _added_shuffle(graph, op)) is not None:
+        return Miss(f"the sum of it and {other.name} is shuffled at once")
     return Match((op, *between, conv), lambda patch: _rewrite(patch, op, between, conv))
 
 
@@ -51,9 +53,29 @@ _WRITTEN = {(0, 3, 4, 1, 5, 2): ("DCR", 3), (0, 1, 4, 2, 5, 3): ("CRD", 1)}
 
 
 @rule("written_shuffle", {"Reshape"})
-def written_shuffle(graph: Graph, op: Op) -> Match | None:
-    """Reshape, Transpose, Reshape of an image: a shuffle as autoencoders write it (HunyuanImage)."""
-    turn = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
+def written_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
+    """Reshape, Transpose, Reshape of an image: a shuffle as autoencoders write it (HunyuanImage).
+
+    Patches side by side (MobileViTv2) are no image: their pixels move with all of their channels (`moved_pixels`)."""
+    found = _written(graph, op)
+    if found is None:
+        return None
+    split, turn, attrs = found
+    shape = _before(op, attrs)
+    if graph.type(operand(split)).dims[-2:] != shape[-2:]:
+        return Miss(f"its operand is no image of {shape[-2]} x {shape[-1]} pixels")
+
+    def build(patch: Patch) -> Value:
+        image = operand(split)
+        image = image if patch.type(image).dims == shape else in_shape(patch, image, shape)
+        return patch.add("DepthToSpace", [image], attrs)
+
+    return Match((op, turn, split), build)
+
+
+def _written(graph: Graph, op: Op) -> tuple[Op, Op, BlockAttrs] | None:
+    """The Reshape and the Transpose before the Reshape ``op``, if all three are a shuffle, and its attributes."""
+    turn = producer(graph, op.inputs[0], {"Transpose"}, alone=True) if op.kind == "Reshape" else None
     split = None if turn is None else producer(graph, turn.inputs[0], {"Reshape"}, alone=True)
     found = None if turn is None else _WRITTEN.get(tuple(turn.attrs.perm or ()))
     if turn is None or split is None or found is None:
@@ -61,18 +83,16 @@ def written_shuffle(graph: Graph, op: Op) -> Match | None:
     if not split.outputs[0].type.is_static or not op.outputs[0].type.is_static:
         return None
     dims, (mode, at) = split.outputs[0].type.static_shape, found
-    batch, height, width = dims[0], *dims[-2:]
-    channels = dims[at]
-    (size, other) = (d for i, d in enumerate(dims[1:4], 1) if i != at)
-    if size != other or op.outputs[0].type.static_shape != (batch, channels, height * size, width * size):
+    size, other = (d for i, d in enumerate(dims[1:4], 1) if i != at)
+    if size != other or op.outputs[0].type.static_shape != (dims[0], dims[at], dims[-2] * size, dims[-1] * size):
         return None
+    return split, turn, BlockAttrs(size, mode)
 
-    def build(patch: Patch) -> Value:
-        image, shape = operand(split), (batch, channels * size * size, height, width)
-        image = image if patch.type(image).dims == shape else in_shape(patch, image, shape)
-        return patch.add("DepthToSpace", [image], BlockAttrs(size, mode))
 
-    return Match((op, turn, split), build)
+def _before(op: Op, attrs: BlockAttrs) -> tuple[int, ...]:
+    """The shape of the image whose pixels ``op`` shuffles."""
+    (batch, channels, height, width), k = op.outputs[0].type.static_shape, attrs.blocksize
+    return batch, channels * k * k, height // k, width // k
 
 
 @rule("shuffled_sum", {"Add"})
@@ -101,6 +121,18 @@ def _rewrite(patch: Patch, op: Op, between: Sequence[Op], conv: Op) -> None:
             inputs[slot] = patch.constant(np.ascontiguousarray(blocks.swapaxes(0, 1)).reshape(known.shape), "by_pixels")
     value = repeated(patch, patch.add("Conv", inputs, conv.attrs, src=conv.src), between)
     patch.replace(op.value, patch.add("DepthToSpace", [value], replace(op.attrs, mode="DCR"), src=op.src))
+
+
+def _added_shuffle(graph: Graph, op: Op) -> Op | None:
+    """The other shuffle, if the only reader of a shuffled image adds an image that was shuffled alike."""
+    add = graph.sole_user(op.value)
+    if add is None or add.kind != "Add":
+        return None
+    other = graph.op(operand(add, 1 if add.inputs[0] == op.value else 0))
+    written = _written(graph, other)
+    attrs = other.attrs if other.kind == op.kind else None if written is None else written[2]
+    alike = attrs == op.attrs and other.outputs[0].type == op.outputs[0].type
+    return other if alike and graph.sole_user(other.value) is add else None
 
 
 @rule("repeated_channels", {"Add"})

@@ -4,6 +4,9 @@ A mixture of experts is exported as ``weights[expert of each row] @ row``: the m
 each row is a product by itself. If there are no more matrices than rows, the product of all rows with all matrices is faster: it
 reads each weight once and runs on tensor cores, and a gather picks the results. Rows that are repeated for each of their experts
 are multiplied once.
+
+At 16 bits, GPUs have a kernel that reads the matrix of each row in place. It is faster as long as the matrices of all rows are read
+in less time than the gather's launch takes.
 """
 
 from __future__ import annotations
@@ -13,48 +16,51 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+from optdnn.passes.support.selected_matrices import read_in_place, selection
 
 MOST = 128
 """Most matrices for which one product with all of them is faster than a copy of one per row. The arithmetic grows with their
 number, the copies do not. Copying an element takes as long as some 500 multiplications."""
 
 
-@rule("selected_weights", {"MatMul"})
-def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
+class SelectsWeights(Rule):
     """``W[index of row] @ row`` or ``row @ W[index of row]``, with a constant stack of matrices W: a product and a GatherND."""
-    found = next(((slot, pick) for slot in (0, 1) if (pick := _picked(graph, op.inputs[slot])) is not None), None)
-    if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
-        return None
-    slot, pick = found
-    rows = operand(op, 1 - slot)
-    many, *matrix = graph.type(operand(pick)).static_shape
-    width, size = matrix if slot == 0 else matrix[::-1]
-    shape = shape_of(graph, rows)
-    if shape is None or shape[1:] != ((size, 1) if slot == 0 else (1, size)):
-        return None
-    count = shape[0]
-    if not isinstance(count, int):
-        return Miss("the number of rows is not known")
-    if count < many:
-        return Miss(f"there are more matrices ({many}) than rows ({count})")
-    if many > min(MOST, size):
-        return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")
 
-    once, times, between = _repeated(graph, rows, size)
-    different = count // times
+    name = "selected_weights"
+    kinds = frozenset({"MatMul"})
 
-    def build(patch: Patch) -> Value:
-        perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
-        stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
-        line = reshaped(patch, stack, (size, many * width))
-        products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
-        index = reshaped(patch, operand(pick, 1), (different, times, 1))
-        own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
-        return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        found = selection(graph, op)
+        if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
+            return None
+        slot, pick, many, count = found.slot, found.pick, found.many, found.rows
+        width, size, rows = found.width, found.size, operand(op, 1 - found.slot)
+        if not isinstance(count, int):
+            return Miss("the number of rows is not known")
+        if count < many:
+            return Miss(f"there are more matrices ({many}) than rows ({count})")
+        if many > min(MOST, size):
+            return Miss(
+                f"products of each row with all {many} matrices would take longer than copying one matrix per row"
+            )
+        if read_in_place(found, context) and 2 * count * width * size <= LAUNCH_BYTES:
+            return Miss("one launch reads the matrices of all rows in place")
+        once, times, between = _repeated(graph, rows, size)
+        different = count // times
 
-    return Match((op, pick, *between), build)
+        def build(patch: Patch) -> Value:
+            perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
+            stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
+            line = reshaped(patch, stack, (size, many * width))
+            products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
+            index = reshaped(patch, operand(pick, 1), (different, times, 1))
+            own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
+            return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
+
+        return Match((op, pick, *between), build)
 
 
 def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
@@ -71,19 +77,6 @@ def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[O
     return rows, 1, ()
 
 
-def _picked(graph: Graph, value: Value | None) -> Op | None:
-    """The Gather or GatherND that takes a matrix per row from a constant stack, if only the product reads its result; else None."""
-    op = producer(graph, value, {"Gather", "GatherND"}, alone=True)
-    if op is None or graph.constant_value(op.inputs[0]) is None or graph.type(operand(op)).rank != 3:
-        return None
-    index = shape_of(graph, operand(op, 1))
-    if index is None:
-        return None
-    if op.kind == "Gather":
-        return op if len(index) == 1 and op.attrs.axis in (0, -3) else None
-    return op if len(index) == 2 and index[1] == 1 and op.attrs.batch_dims == 0 else None
-
-
 class SelectedWeights(RulePass):
     name = "selected_weights"
-    rules = (selected_weights,)
+    rules = (SelectsWeights(),)

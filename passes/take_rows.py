@@ -15,7 +15,18 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import NORMS, ints, operand, reshape_target, reshaped, shape_of, sizes_of, sliced
+from optdnn.passes.gathered_products import TABLE
+from optdnn.passes.support.facts import (
+    NORMS,
+    depends_on_inputs,
+    ints,
+    operand,
+    reshape_target,
+    reshaped,
+    shape_of,
+    sizes_of,
+    sliced,
+)
 from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
@@ -106,6 +117,8 @@ def take_rows_by_index(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if graph.sole_user(source.value) is None:
         return Miss(f"{source.name} has readers of other rows")
+    if source.kind != "DequantizeLinear" and _is_table(graph, source):
+        return Miss(f"the rows of {source.name} are known when the network is built")
     if sum(v is not None and at is not None and graph.constant_value(v) is None for v, at in moved) > 1:
         return Miss(f"{source.name} computes its rows from several tensors, which would all be gathered")
 
@@ -114,6 +127,12 @@ def take_rows_by_index(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add(source.kind, inputs, source.attrs)
 
     return Match((op, source), build)
+
+
+def _is_table(graph: Graph, op: Op) -> bool:
+    """Whether the result of an operator is a constant of few elements: `gathered_products` multiplies tables of embeddings."""
+    dims = op.outputs[0].type.static_shape if op.outputs[0].type.is_static else ()
+    return bool(dims) and math.prod(dims) <= TABLE and not depends_on_inputs(graph, op.value)
 
 
 @rule("row_is_slice", {"Gather"})

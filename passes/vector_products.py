@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
-from optdnn.passes.base import Match, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, shape_of
 from optdnn.passes.support.products import PRODUCTS
 from optdnn.types import Array, is_float
@@ -33,12 +33,15 @@ def _vector(graph: Graph, op: Op) -> Array | None:
 
 
 @rule("vector_products", {"MatMul"})
-def vector_products(graph: Graph, op: Op) -> Match | None:
+def vector_products(graph: Graph, op: Op) -> Match | Miss | None:
     """Rewrites all products of one tensor with constant vectors at once."""
     if _vector(graph, op) is None:
         return None
     x = operand(op)
     members = [u for u in graph.users(x) if u.inputs[0] == x and _vector(graph, u) is not None]
+    turn = producer(graph, x, {"Transpose"}, alone=True)
+    if turn is not None and turn.attrs.perm is not None and turn.attrs.perm[-1] != len(turn.attrs.perm) - 1:
+        return Miss("kernels for vectors read transposed rows in place, and those for matrices would need a copy")
     vectors = np.stack([v for u in members if (v := _vector(graph, u)) is not None], 1)
     matrix = np.zeros((len(vectors), -(-len(members) // COLUMNS) * COLUMNS), vectors.dtype)
     matrix[:, : len(members)] = vectors

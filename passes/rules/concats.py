@@ -7,6 +7,7 @@ epilogues absorb these operators.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -68,6 +69,26 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
             parts[at : at + count] = [operand(first)]
             return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs) if len(parts) > 1 else parts[0])
     return None
+
+
+@rule("stack_of_split", {"Concat"})
+def stack_of_split(graph: Graph, op: Op) -> Match | None:
+    """All parts of a Split, or views of them, with one shape, in order, and joined where they were cut, are a view of the whole.
+
+    Mixtures of experts stack the results of equal layers (MMoE: Ma et al., 2018), which `fuse_siblings` computes at once."""
+    views = [producer(graph, v, RESHAPES) for v in op.inputs]
+    parts = [v if view is None else view.inputs[0] for v, view in zip(op.inputs, views, strict=True)]
+    first = producer(graph, parts[0], {"Split"})
+    if first is None or not op.outputs[0].type.is_static or not graph.type(operand(first)).is_static:
+        return None
+    if parts != [Value(first.id, port) for port in range(len(first.outputs))]:
+        return None
+    cut, joined = (t.static_shape for t in (first.outputs[0].type, graph.type(operand(op))))
+    if len({o.type.dims for o in first.outputs}) > 1 or any(graph.type(v).dims != joined for v in op.inputs if v):
+        return None
+    if math.prod(cut[: first.attrs.axis % len(cut)]) != math.prod(joined[: op.attrs.axis % len(joined)]):
+        return None  # joined along another axis than they were cut along
+    return Match((op,), lambda patch: in_shape(patch, operand(first), op.outputs[0].type.static_shape))
 
 
 @rule("turned_parts", {"Concat"})

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, rule
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.rules.plain_siblings import plain_sibling
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target, scalar, shape_of
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, refuses
@@ -17,7 +18,7 @@ STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 
 
 @rule("stage_before_reshape", STAGES)
-def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
+def stage_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(reshape(x W))`` is ``reshape(f(x W))`` if f reads only scalar constants besides: the root of a sum (StyleGAN2). So is
     ``f(shuffle(conv(x)))``: the activation after a pixel shuffle (SRResNet)."""
     reshape = _before(graph, op, MOVES)
@@ -25,8 +26,11 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
         return None
     views = [reshape, *path_to(graph, operand(reshape), MOVES, alone=True)]
     source = operand(views[-1])
-    if not _is_staged_product(graph, source):
+    product = _staged_product(graph, source)
+    if product is None:
         return None
+    if op.kind in ACTIVATIONS and (sibling := plain_sibling(graph, product, op)) is not None:
+        return Miss(f"without it, one launch computes {product.name} and {sibling.name}")
 
     def build(patch: Patch) -> Value:
         staged = patch.add(op.kind, [source if v == reshape.value else v for v in op.inputs], op.attrs, src=op.src)
@@ -47,7 +51,7 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
         if view is None or heads is None or shape_of(graph, y) != heads or reshape_target(heads, shape) is None:
             continue
         gate = operand(view)
-        if shape_of(graph, gate) == shape and _is_staged_product(graph, gate):
+        if shape_of(graph, gate) == shape and _staged_product(graph, gate) is not None:
 
             def build(patch: Patch, gate: Value = gate, y: Value = y) -> Value:
                 return patch.add("Mul", [gate, in_shape(patch, y, shape)], src=product.src)
@@ -56,13 +60,13 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
     return None
 
 
-def _is_staged_product(graph: Graph, value: Value) -> bool:
-    """Whether a value has one reader and is the result of a product or convolution, possibly with stages after it. The stages may
-    read any constants: they stay in place."""
+def _staged_product(graph: Graph, value: Value) -> Op | None:
+    """The product or convolution whose result a value with one reader is, possibly with stages after it; None for other values.
+    The stages may read any constants: they stay in place."""
     op = graph.op(value)
     while op.kind in STAGES and (before := _before(graph, op, ANCHORS | STAGES, scalars=False)) is not None:
         op = before
-    return op.kind in ANCHORS and graph.sole_user(value) is not None
+    return op if op.kind in ANCHORS and graph.sole_user(value) is not None else None
 
 
 def _before(graph: Graph, op: Op, kinds: frozenset[str], *, scalars: bool = True) -> Op | None:

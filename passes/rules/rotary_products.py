@@ -45,6 +45,10 @@ class RotaryProducts(PatternRule):
         x = _neighbors(graph, a, b) if halves is None else halves
         if x is None:
             return None
+        if halves is None and not in_pairs and (join := _joined(graph, root)) is not None:
+            return Miss(
+                f"its features change places, and the launch of {join.name}, which joins them with others, computes them"
+            )
         rows = parts[:-1] if in_pairs else parts
         if not isinstance(rows[-1], int) or 0 in rows:
             return None
@@ -81,6 +85,16 @@ def _halves(graph: Graph, a: Value, b: Value, heads: Shape) -> Value | None:
     if shape is None or shape[-2:] != (2, graph.type(a).dims[-1]) or graph.type(a).dims[:-1] != shape[:-2]:
         return None
     return rows if shape[:-2] == heads[:-1] else None
+
+
+def _joined(graph: Graph, op: Op) -> Op | None:
+    """The Concat along the features that alone reads a result, perhaps after an Expand and views (multi-head latent attention)."""
+    user = graph.sole_user(op.value)
+    while user is not None and user.kind in RESHAPES | {"Expand"}:
+        user = graph.sole_user(user.value)
+    return (
+        user if user is not None and user.kind == "Concat" and is_axis(graph, user.value, user.attrs.axis, -1) else None
+    )
 
 
 def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:

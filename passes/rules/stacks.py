@@ -85,6 +85,48 @@ class ReducedStack(Rule):
 reduced_stack = ReducedStack()
 
 
+class ProductOfStack(Rule):
+    """``stack(a, b) @ w`` becomes ``a * w[0] + b * w[1]`` on GPUs, if each part is one column. So does ``w @ stack(a, b)`` with
+    rows.
+
+    Mixtures of experts weigh the stacked results of few experts (MMoE: Ma et al., 2018; DCN-v2: Wang et al., 2021)."""
+
+    name = "product_of_stack"
+    kinds = frozenset({"MatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
+            return None
+        found = next(((s, c) for s in (0, 1) if (c := producer(graph, op.inputs[s], {"Concat"})) is not None), None)
+        if found is None:
+            return None
+        slot, stack = found
+        axis, weights = -1 - slot, operand(op, 1 - slot)
+        parts, own = [operand(stack, k) for k in range(len(stack.inputs))], shape_of(graph, weights)
+        rank = len(stack.outputs[0].type.dims)
+        if own is None or len(own) < 2 or rank < 2 or normalize_axis(stack.attrs.axis, rank) - rank != axis:
+            return None
+        if own[axis] != 1 or any(graph.type(part).dims[axis] != 1 for part in parts):
+            return None
+        if len(parts) > MOST_PARTS:
+            return Miss(f"{len(parts)} tensors are stacked")
+        if any(user.kind != "MatMul" or user.inputs[slot] != stack.value for user in graph.users(stack.value)):
+            return Miss(f"{stack.name} has other readers, and is written in any case")
+
+        def build(patch: Patch) -> Value:
+            sizes = integers(patch, [1] * len(parts), "sizes")
+            split = patch.add_op("Split", [weights, sizes], SplitAttrs(len(own) - 2 + slot), outputs=len(parts))
+            return reduce(
+                lambda a, b: patch.add("Add", [a, b]),
+                [patch.add("Mul", [part, Value(split.id, k)]) for k, part in enumerate(parts)],
+            )
+
+        return Match((op,), build)
+
+
+product_of_stack = ProductOfStack()
+
+
 def _stack(graph: Graph, sources: Sequence[Value | None]) -> tuple[Op | None, Op | None]:
     """The Concat that computes one of the values, and the Neg between both, if there is one."""
     if (stack := next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)) is not None:

@@ -6,6 +6,8 @@ features, biases and scales.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -13,7 +15,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand
+from optdnn.passes.rules.transpose import is_after_anchor
+from optdnn.passes.support.facts import RESHAPES, integers, is_pointwise, operand
 from optdnn.passes.support.tables import MOST_BYTES
 from optdnn.types import Array, is_float, normalize_axis
 
@@ -34,8 +37,15 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
         for user in graph.users(index)
         if (t := _table(graph, user)) is not None and (len(t), t.dtype) == (len(table), table.dtype)
     ]
-    members = list({user.inputs[0]: user for user in alike}.values())
+    joined = [user for user in alike if not _is_taken_in(graph, user)]
+    members = list({user.inputs[0]: user for user in joined}.values())
     if len(members) < 2:
+        return (
+            Miss("pointwise operators take the rows from the tables")
+            if len(joined) < len(alike) and len(alike) > 1
+            else None
+        )
+    if op not in joined:
         return None
     if any(_feeds_rotary(graph, one) for one in members):
         return Miss("the rows are angles of rotary embeddings")
@@ -69,6 +79,16 @@ def _table(graph: Graph, op: Op) -> Array | None:
     if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
         return None
     return table
+
+
+def _is_taken_in(graph: Graph, op: Op) -> bool:
+    """Whether a pointwise operator alone reads the rows, perhaps after views, and no product takes that operator in."""
+    user = graph.sole_user(op.value)
+    while user is not None and user.kind in RESHAPES:
+        user = graph.sole_user(user.value)
+    if user is None or not is_pointwise(user):
+        return False
+    return not any(v is not None and is_after_anchor(graph, replace(user, inputs=(v,))) for v in user.inputs)
 
 
 def _feeds_rotary(graph: Graph, op: Op) -> bool:

@@ -30,6 +30,11 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
     return found
 
 
+def depends_on_data(graph: Graph, t: TensorType) -> bool:
+    """Whether the size of a tensor of this type depends on data, not on the sizes of the network's inputs."""
+    return not t.is_static and _depends(t, {s for d in graph.symbols().values() for s in d.symbols()})
+
+
 def _depends(t: TensorType, inputs: set[Symbol]) -> bool:
     """Whether the shape has a symbol that is not in ``inputs``, or is unknown."""
     return t.shape is None or any(isinstance(d, Dim) and not d.symbols() <= inputs for d in t.shape)

@@ -100,6 +100,44 @@ def test_all_parts_of_a_split_are_the_whole() -> None:
     assert len(done.of_kind("Concat")[0].inputs) == 2
 
 
+def split_and_stacked(axis: int = 1, *, cut: int = 1, order: tuple[int, ...] = (0, 1, 2), views: bool = True) -> Graph:
+    """Equal parts of (2, 12, 4), or of (2, 4, 12) along axis 2, that a stack joins along a new axis."""
+    n = Net(np.float64)
+    x = n.op("Exp", n.input(*((2, 12, 4) if cut == 1 else (2, 4, 12))))
+    parts = n.op("Split", x, n.ints(4, 4, 4), outputs=3, attrs=SplitAttrs(cut))
+    taken = [parts[k] for k in order]
+    taken = [n.op("Unsqueeze", part, n.ints(axis)) for part in taken] if views else taken
+    return n.done(n.op("Sin", n.op("Concat", *taken, attrs=ConcatAttrs(axis))))
+
+
+@pytest.mark.parametrize("graph", [split_and_stacked(), split_and_stacked(2, cut=2)])
+def test_a_stack_of_all_parts_is_a_view(graph: Graph) -> None:
+    """The results of a mixture's experts, or its gates."""
+    done, _ = check_pass(Canonicalize(), graph, changes=1, rules={"stack_of_split": 1})
+    assert done.kinds() == {"Exp": 1, "Reshape": 1, "Sin": 1}
+
+
+def test_a_stack_of_columns_without_views() -> None:
+    n = Net(np.float64)
+    gates = n.op("Split", n.op("Exp", n.input(3, 1, 2)), n.ints(1, 1), outputs=2, attrs=SplitAttrs(2))
+    graph = n.done(n.op("Sin", n.op("Concat", *gates, attrs=ConcatAttrs(1))))
+    check_pass(Canonicalize(), graph, changes=1, kinds={"Exp": 1, "Reshape": 1, "Sin": 1})
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        split_and_stacked(2),
+        split_and_stacked(order=(1, 0, 2)),
+        split_and_stacked(order=(0, 1)),
+        split_and_stacked(order=(0, 1, 2, 0)),
+    ],
+)
+def test_stacks_of_other_parts_stay(graph: Graph) -> None:
+    report = Canonicalize()(graph)
+    assert "stack_of_split" not in {f.rule for f in report.fired}
+
+
 def sliced_and_joined(n: Net, bounds: tuple[tuple[int, int], ...] = ((0, 8), (8, 16)), axis: int = 1) -> Graph:
     """The same with Slices, as exporters write `chunk`."""
     x = n.conv(n.input(2, 6, 8, 16), 16)

@@ -5,15 +5,19 @@ gate_before_reshape: so does the multiplication of heads by a gate.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from support.check import check_pass, check_untouched
+from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.index import BlockAttrs
-from optdnn.ops.shape import ReshapeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.hoist_views import HoistViews
 
 H, D = 2, 4
@@ -118,3 +122,29 @@ def test_a_gate_moves_to_its_product(bias: str) -> None:
 )
 def test_other_gates_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
+
+
+def linear_attention(*, plain: bool = True, moved: bool = True, rows: int = 6) -> Graph:
+    """Queries and keys with an activation, and values without (LoFTR: Sun et al., 2021). The product of keys and values reads the
+    keys transposed if they are ``moved``."""
+    n = Net(np.float64)
+    x = n.input(rows, 8)
+    q, k, v = (n.op("Reshape", n.matmul(x, H * D), n.ints(rows, H, D), attrs=ReshapeAttrs()) for _ in range(3))
+    q, k = n.op("Elu", q), n.op("Elu", k)
+    v = v if plain else n.op("Elu", v)
+    if moved:
+        k = n.op("Transpose", k, attrs=TransposeAttrs((1, 2, 0)))
+    return n.done(n.op("Exp", q), n.op("Exp", k), n.op("Exp", v))
+
+
+def test_products_without_the_activation_are_computed_together() -> None:
+    because = "without it, one launch computes MatMul_1 and MatMul_5"
+    report = check_refused(HoistViews(), linear_attention(), because=because, rule="stage_before_reshape")
+    assert [r.rule for r in report.refused] == ["stage_before_reshape"] * 2
+
+
+@pytest.mark.parametrize("options", [{"plain": False}, {"moved": False}, {"rows": LAUNCH_BYTES // (8 * H * D) + 1}])
+def test_activations_of_all_products_or_that_cost_a_launch(options: dict[str, Any]) -> None:
+    """All products have the activation, no launch moves its result, or activating the queries takes longer than a launch."""
+    report = HoistViews()(linear_attention(**options), PassContext())
+    assert {f.rule for f in report.fired} == {"stage_before_reshape"}

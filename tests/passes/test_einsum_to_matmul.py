@@ -43,6 +43,7 @@ def net(equation: str, *, dtype: Any = np.float32, shapes: dict[str, Any] | None
         ("ij,ij->", {"MatMul": 1, "Reshape": 3}),
         ("bij,jk->ik", {"ReduceSum": 1, "MatMul": 1}),
         ("ij,jk,kd->id", {"MatMul": 2}),
+        ("bihj,hjd->bihd", {"MatMul": 1, "Reshape": 2, "Transpose": 2}),
         ("bij->jb", {"ReduceSum": 1, "Transpose": 1}),
         ("bij->bji", {"Transpose": 1}),
     ],
@@ -57,6 +58,12 @@ def test_products(equation: str, kinds: dict[str, int]) -> None:
         ("ii->i", {}, "a diagonal"),
         ("ij,jk->ik", {"shapes": {"i": symbol("n")}}, "sizes are not known"),
         ("ij,jk->ik", {"dtype": np.int32}, "products of int32"),
+        ("bhij,hjd->bhid", {"shapes": {"j": 3}}, "sums of 3 terms"),
+        (
+            "bihj,hjd->bihd",
+            {"shapes": {"j": 2}},
+            "sums of 2 terms",
+        ),  # leaves of oblivious trees (NODE: Popov et al., 2020)
     ],
 )
 def test_refusals(equation: str, options: dict[str, Any], why: str) -> None:

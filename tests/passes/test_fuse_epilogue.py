@@ -58,16 +58,69 @@ def test_an_activation(kind: str, attrs: Attrs | None, more: tuple[Any, ...]) ->
     assert conv.outputs[0].name == f"{kind}_2"
 
 
-@pytest.mark.parametrize(("flip", "other"), [(False, "tensor"), (True, "tensor"), (False, "row"), (False, "constant")])
+@pytest.mark.parametrize(("flip", "other"), [(False, "tensor"), (True, "tensor"), (False, "constant")])
 def test_a_difference_on_gpus(flip: bool, other: str) -> None:
     n = Net()
     y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
-    x = n.random(2, 3, 4) if other == "constant" else n.input(*((4,) if other == "row" else (2, 3, 4)), name="t")
+    x = n.random(2, 3, 4) if other == "constant" else n.input(2, 3, 4, name="t")
     graph, _ = check_pass(
         FUSE, n.done(n.op("Sub", *((y, x) if flip else (x, y)))), changes=1, kinds={"MatMul": 1},
         context=PassContext(target="cuda:sm_90a"),
     )  # fmt: skip
-    assert stages(graph) == [("<MatMul>", *(("Sub",) if flip or other == "row" else ("Mul", "Add")))]
+    assert stages(graph) == [("<MatMul>", *(("Sub",) if flip else ("Mul", "Add")))]
+
+
+@pytest.mark.parametrize("kind", ["Add", "Sub", "Mul", "Div"])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 1), (3, 1)])
+def test_kernels_of_gpus_read_no_smaller_tensors(kind: str, shape: tuple[int, ...]) -> None:
+    """The attention of a step times the update gate (DIEN: Zhou et al., 2019)."""
+    n = Net()
+    y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
+    graph = n.done(n.op(kind, y, n.op("Exp", n.input(*shape, name="t"))))
+    context = PassContext(target="cuda:sm_90a", precision="fp16")
+    check_refused(FUSE, graph, because="pointwise operators do", context=context)
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cpu"))
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a"))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_factors_that_siblings_share_stay_with_them(gated: bool) -> None:
+    """The mask of a triangle multiplication (Jumper et al., 2021): `fuse_siblings` joins its products."""
+    n = Net(np.float64)
+    x, mask = n.input(2, 3, 6), n.input(2, 3, 1, name="mask")
+    a, b = (n.op("Mul", n.matmul(x, 4), n.matmul(x, 4)) if gated else n.matmul(x, 4) for _ in range(2))
+    graph = n.done(n.op("Mul", a, mask), n.op("Mul", b, mask))
+    check_pass(FUSE, graph, changes=4 if gated else 2, context=PassContext(target="cuda:sm_90a", precision="fp16"))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (4,)])
+def test_kernels_of_gpus_read_factors_of_the_channels_of_images(shape: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
+    graph = n.done(n.op("Mul", y, n.input(*shape, name="gate")))
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a", precision="fp16"))
+
+
+def recurrent(*, readers: int = 1, last: str = "Add") -> Graph:
+    """``(1 - z) h + z n``, with the product n and a computed gate z, whose result ``readers`` read."""
+    n = Net()
+    h, z = n.input(2, 4, name="h"), n.op("Sigmoid", n.input(2, 4, name="z"))
+    kept = n.op("Mul", n.op("Sub", 1.0, z), h)
+    new = n.op("Mul", n.matmul(n.input(2, 6, name="x"), 4), z)
+    total = n.op("Add", kept, new) if last == "Add" else n.op("Softmax", new)
+    return n.done(total, *(n.matmul(z, 3) for _ in range(readers - 1)))
+
+
+def test_a_pointwise_launch_computes_the_tensor_that_a_stage_would_read() -> None:
+    gpu = PassContext(target="cuda:sm_90a")
+    check_refused(FUSE, recurrent(), because="the pointwise launch of Add_.* computes Mul", context=gpu)
+    check_pass(FUSE, recurrent(), changes=2, context=PassContext(target="cpu"))
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"last": "Softmax"}])
+def test_a_stage_reads_a_tensor_that_has_its_own_launch(options: dict[str, Any]) -> None:
+    report = FuseEpilogue()(recurrent(**options), PassContext(target="cuda:sm_90a"))
+    assert report.changes == 1, report
 
 
 @pytest.mark.parametrize(("flip", "other"), [(False, "tensor"), (True, "tensor"), (False, "row")])
@@ -76,7 +129,7 @@ def test_a_quotient(flip: bool, other: str, target: str) -> None:
     n = Net()
     y = n.op("Exp", n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b")))
     y = n.op("MatMul", y, n.positive(4, 4))
-    x = n.input(*((4,) if other == "row" else (2, 3, 4)), name="t")
+    x = n.random(4) if other == "row" else n.input(2, 3, 4, name="t")
     graph, _ = check_pass(
         FUSE, n.done(n.op("Div", *((y, x) if flip else (x, y)))), changes=1, kinds={"MatMul": 2, "Exp": 1},
         context=PassContext(target=target),

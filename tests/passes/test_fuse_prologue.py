@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, stages
 from support.net import Net
@@ -9,8 +10,9 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
-from optdnn.passes.base import run_pipeline
+from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_prologue import FusePrologue
@@ -55,6 +57,31 @@ def test_after_an_epilogue_that_is_there_already() -> None:
     y = n.op("Conv", n.op("Relu", scale_shift(n, x)), n.random(4, 4, 3, 3), None, x, attrs=attrs)
     graph, _ = check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1})
     assert stages(graph) == [("Mul", "Add", "Relu", "<Conv>", "Add", "Relu")]
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_gpus_compute_them_in_the_pointwise_launch_before(gate: bool) -> None:
+    n = Net(np.float64)
+    x = n.op("Sigmoid", n.input(2, 4, 6, 6))
+    y = n.op("Mul", x, n.input(2, 4, 1, 1, name="gate")) if gate else scale_shift(n, x)
+    graph = n.done(n.conv(n.op("Relu", y), 5, 1, pads=0))
+    context = PassContext(target="cuda:sm_90a")
+    check_refused(FUSE, graph, because="joins the launch of the pointwise operator Sigmoid_1", context=context)
+    check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "Sigmoid": 1})
+
+
+def test_converted_pictures_are_normalized_in_the_convolution() -> None:
+    n = Net()
+    x = n.op("Cast", n.input(2, 4, 6, 6, dtype=np.dtype(np.uint8)), attrs=CastAttrs(np.dtype(np.float32)))
+    graph = n.done(n.conv(scale_shift(n, x), 5))
+    check_pass(FUSE, graph, changes=1, kinds={"Cast": 1, "Conv": 1}, context=PassContext(target="cuda:sm_90a"))
+
+
+def test_a_pointwise_operator_with_other_readers_does_not_compute_them() -> None:
+    n = Net(np.float64)
+    x = n.op("Sigmoid", n.input(2, 4, 6, 6))
+    graph = n.done(n.conv(scale_shift(n, x), 5), x)
+    check_pass(FUSE, graph, changes=1, context=PassContext(target="cuda:sm_90a"))
 
 
 def test_the_gate_of_squeeze_and_excitation() -> None:

@@ -210,17 +210,24 @@ def test_others_are_no_candidates(name: str) -> None:
     check_untouched(GatherRows(), others()[name])
 
 
-def embedded(shape: tuple[int, ...] = (2, 3), back: tuple[int, ...] = (2, 3, 4), axis: int = 0) -> Graph:
-    """``table(i.view(-1)).view(2, 3, -1)``."""
+def embedded(
+    shape: tuple[int, ...] = (2, 3), back: tuple[int, ...] = (2, 3, 4), axis: int = 0, second: bool = False
+) -> Graph:
+    """``table(i.view(-1)).view(2, 3, -1)``. ``second``: rows of another table, by the flattened indices, are an output, too."""
     n = Net(np.float64)
     i = n.op("Abs", n.input(*shape, name="i", dtype=np.int64))
     flat = n.op("Reshape", i, n.ints(-1))
     table = n.const(np.arange(40.0).reshape(10, 4))
-    return n.done(n.op("Reshape", n.op("Gather", table, flat, attrs=GatherAttrs(axis)), n.ints(*back)))
+    other = [n.op("Gather", n.random(10, 5), flat, attrs=GatherAttrs(0))] if second else []
+    return n.done(n.op("Reshape", n.op("Gather", table, flat, attrs=GatherAttrs(axis)), n.ints(*back)), *other)
 
 
 def test_indices_that_are_flattened_for_a_gather() -> None:
     check_pass(GatherRows(), embedded(), changes=1, kinds={"Abs": 1, "Gather": 1}, rules={"flat_indices": 1})
+
+
+def test_indices_that_are_flattened_for_two_gathers_stay_flat() -> None:
+    check_refused(GatherRows(), embedded(second=True), because="by the flattened indices, and they become one")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +246,14 @@ def test_one_index_per_row_gathers_rows(batch: Any) -> None:
     sizes = {"N": 3} if batch != 3 else None
     kinds = {"Abs": 1, "Gather": 1, "Squeeze": 1}
     check_pass(GatherRows(), graph, changes=1, kinds=kinds, rules={"row_indices": 1}, sizes=sizes)
+
+
+def test_indices_whose_number_depends_on_data_stay() -> None:
+    n = Net(np.float64)
+    places = n.op("NonZero", n.input(10, name="i", dtype=np.int64))
+    index = n.op("Transpose", places, attrs=TransposeAttrs((1, 0)))
+    graph = n.done(n.op("GatherND", n.random(10, 4), index, attrs=GatherNDAttrs(0)))
+    check_refused(GatherRows(), graph, because="the number of its rows depends on data", rule="row_indices")
 
 
 @pytest.mark.parametrize(("shape", "batch"), [((3, 2), 0), ((10, 1), 1)])

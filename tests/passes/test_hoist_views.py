@@ -229,7 +229,9 @@ def residual(image: str = "conv", *, second: bool = False, readers: int = 1, bia
         x = n.op("Add", x, n.input(2, 6, 4, 5))
     elif image == "turned":
         x = transposed(n, n.op("Relu", transposed(n, x, 0, 2, 3, 1)), 0, 3, 1, 2)
-    read = n.input(2, 6, 4, 5) if image == "other rows" else x
+    if image == "read once":  # a Fourier layer beside a convolution (FNO)
+        x = n.conv(x, 6)
+    read = n.input(2, 6, 4, 5) if image in ("other rows", "read once") else x
     rows = n.op("Mul", n.matmul(transposed(n, read, 0, 2, 3, 1), 6), n.random(6))
     y = transposed(n, rows, 0, 3, 1, 2)
     other = n.random(6, 1, 1) if bias else x
@@ -280,6 +282,11 @@ def test_a_residual_whose_rows_are_read_is_added_in_rows() -> None:
 @pytest.mark.parametrize(("image", "source"), [("input", "Input"), ("other rows", "Add")])
 def test_a_residual_with_its_channels_second_in_memory_stays(image: str, source: str) -> None:
     check_refused(HoistViews(), residual(image), because=f"comes from {source}", rule="add_before_transpose")
+
+
+def test_a_convolution_that_only_the_sum_reads_adds_the_rows() -> None:
+    because = "the epilogue of Conv_1 adds the rows"
+    check_refused(HoistViews(), residual("read once"), because=because, rule="add_before_transpose")
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])

@@ -49,6 +49,19 @@ def test_the_transposes_are_on_the_images_side_and_the_activation_after_the_conv
     assert kinds(done) == ["MatMul", "Reshape", "Transpose", "Conv", "Transpose", "Gelu", "Reshape", "MatMul"]
 
 
+def test_convolutions_of_one_image_are_alike_without_the_activation() -> None:
+    """A detector's classes have a sigmoid and its boxes none; a Concat moves both."""
+    n = Net(np.float64)
+    image = n.input(2, 8, 4, 5)
+    classes, boxes = (
+        n.op("Reshape", n.op("Transpose", n.conv(image, 6), attrs=TransposeAttrs((0, 2, 3, 1))), n.ints(0, 20, 6))
+        for _ in range(2)
+    )
+    graph = n.done(n.op("Concat", n.op("Sigmoid", classes), boxes, attrs=ConcatAttrs(2)))
+    because = "without the activation, one launch computes Conv_1 and Conv_4"
+    check_refused(ImageTokens(), graph, because=because, rule="activate_image")
+
+
 def test_a_pooled_image_that_becomes_tokens() -> None:
     n = Net(np.float64)
     y = n.max_pool(n.conv(n.input(2, 3, 8, 12), 6), 2)

@@ -20,15 +20,17 @@ from optdnn.types import FP32, INT64
 
 def by_one_index(
     widths: tuple[int, ...] = (16, 8, 3, 1), *, rows: tuple[int, ...] | None = None, rank: int = 1, shared: int = 0,
-    turns: bool = False, axis: int = 0, constant: bool = False,
+    turns: bool = False, axis: int = 0, constant: bool = False, pointwise: int = 0,
 ) -> Graph:  # fmt: skip
-    """Rows that one index takes from tables of these widths. ``shared``: the number of tables with other readers."""
+    """Rows that one index takes from tables of these widths. ``shared``: the number of tables with other readers.
+    ``pointwise``: the number of tables whose rows a pointwise operator reads."""
     n = Net(np.float64)
     index = n.const(np.array([1, 4, 2]), np.int64) if constant else n.op("Abs", n.input(*[3] * rank, dtype=INT64))
     found, x = [], n.input(6, 6, name="t")
     for k, width in enumerate(widths):
         table = n.random(*(rows[k] if rows else 6, width)) if axis == 0 else n.random(width, 6)
-        found.append(n.op("Tanh", n.op("Gather", table, index, attrs=GatherAttrs(axis))))
+        taken = n.op("Gather", table, index, attrs=GatherAttrs(axis))
+        found.append(n.op("Tanh", taken) if k < pointwise else n.op("ReduceMax", taken, n.ints(-1)))
         if k < shared:
             found.append(n.op("MatMul", x, table))
     if turns:
@@ -57,6 +59,13 @@ def test_one_gather_is_launched_for_them() -> None:
 def test_a_small_table_may_be_shared() -> None:
     graph, _ = check_pass(JoinedTables(), by_one_index(shared=1), changes=1)
     assert len(graph.of_kind("Gather")) == 1
+
+
+def test_rows_that_pointwise_operators_take_are_not_joined() -> None:
+    graph, _ = check_pass(JoinedTables(), by_one_index((16, 8, 8), pointwise=1), changes=1)
+    assert len(graph.of_kind("Gather")) == 2
+    graph = by_one_index((16, 8, 8), pointwise=2)
+    check_refused(JoinedTables(), graph, because="pointwise operators take the rows from the tables")
 
 
 def test_tables_of_one_index_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -127,6 +129,23 @@ def test_other_moves_of_pixels_stay() -> None:
     y = n.op("Reshape", image(n), n.ints(2, 2, 2, 2, 5, 6))
     y = n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 4, 1, 5, 2)))
     check_untouched(PixelShuffles(), n.done(n.op("Reshape", y, n.ints(2, 20, 12))))
+
+
+def test_patches_side_by_side_are_no_image() -> None:
+    """MobileViTv2: (batch, channels, 4 pixels, patches) becomes an image of patches of 2 x 2 pixels."""
+    n = Net(np.float64)
+    y = n.op("Reshape", n.op("Relu", n.input(2, 8, 4, 30)), n.ints(2, 8, 2, 2, 5, 6))
+    y = n.op("Transpose", y, attrs=TransposeAttrs((0, 1, 4, 2, 5, 3)))
+    graph = n.done(n.conv(n.op("Reshape", y, n.ints(2, 8, 10, 12)), 4))
+    check_refused(PixelShuffles(), graph, because="its operand is no image of 5 x 6 pixels", rule="written_shuffle")
+
+
+@pytest.mark.parametrize("second", [shuffled, lambda n, x: written(n, x, "CRD")])
+def test_a_sum_of_shuffled_images_goes_first(second: Callable[[Net, Value], Value]) -> None:
+    n = Net(np.float64)
+    y = n.op("Add", shuffled(n, n.conv(image(n), 8, 3, pads=1)), second(n, n.input(2, 8, 5, 6, name="b")))
+    graph, _ = check_pass(PixelShuffles(), n.done(y), changes=2 - (second is shuffled))
+    assert graph.kinds() == {"Conv": 1, "Add": 1, "DepthToSpace": 1}
 
 
 def test_sums_of_shuffled_images() -> None:

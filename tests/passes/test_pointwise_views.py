@@ -43,6 +43,17 @@ def test_a_reshape_between_two_ops_moves_in_front_of_the_first() -> None:
     assert graph.op(view.inputs[0]).kind == "Input"  # type: ignore[arg-type]
 
 
+def test_two_views_in_a_row_are_one() -> None:
+    """The variance of a whole sample gets its axes back one by one (PointMLP: Ma et al., 2022)."""
+    n = Net(np.float64)
+    variance = n.op("Mul", n.input(2, name="variance"), n.const(1.5))
+    view = n.op("Unsqueeze", n.op("Reshape", variance, n.ints(2, 1)), n.ints(2, 3))
+    graph = n.done(n.op("Div", n.input(2, 3, 4, 5), n.op("Exp", view)))
+    rules = {"reshape_chain": 1, "view_before": 1, "pointwise": 2}
+    done, _ = check_pass(FusePointwise(), graph, changes=4, rules=rules, context=ON_GPU)
+    assert done.kinds() == {"Pointwise": 1, "Reshape": 1}
+
+
 @pytest.mark.parametrize("graph", [masked(read="Transpose"), masked(read="mask")], ids=["a view", "an output"])
 def test_a_reshape_stays_if_others_read_the_values_around_it(graph: Graph) -> None:
     check_untouched(FusePointwise(), graph, context=ON_GPU)

@@ -88,6 +88,16 @@ def test_rotated_features_that_are_used_elsewhere_stay_apart() -> None:
     check_pass(FuseRotary(), text, changes=1, rules={"rotary_products": 1})
 
 
+@pytest.mark.parametrize("name", ["halves", "steps to halves"])
+def test_features_that_change_places_and_are_joined_with_others(name: str) -> None:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a Concat joins rotated features with others."""
+    text = model(FORMS[name][0].replace("y = Concat", "z = Concat") + " y = Concat<axis=-1>(x, z)")
+    if name == "halves":
+        check_pass(FuseRotary(), text, changes=1)
+    else:
+        check_refused(FuseRotary(), text, because="its features change places")
+
+
 @pytest.mark.parametrize(("angles", "shape"), [(ANGLES, "[5,2]"), (np.tile(ANGLES, (2, 1)), "[2,1,5,2]")])
 def test_tables_of_other_ranks(angles: Any, shape: str) -> None:
     graph, _ = check_pass(FuseRotary(), model(FORMS["halves"][0], angles, shape), changes=1)

@@ -13,6 +13,9 @@ from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.reduce import ArgAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.selected_weights import MOST, SelectedWeights
 
 ROWS, SIZE, WIDTH = 6, 5, 3
@@ -95,6 +98,38 @@ def test_an_unknown_number_of_rows_is_refused() -> None:
 def test_too_many_matrices_are_refused(many: int, size: int) -> None:
     graph = mixture(many=many, rows=many, size=size)
     check_refused(SelectedWeights(), graph, because=f"all {many} matrices would take longer")
+
+
+FP16 = PassContext(target="cuda:sm_90a", precision="fp16")
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_matrices_that_one_launch_reads_in_place_stay(slot: int) -> None:
+    check_refused(SelectedWeights(), mixture(slot=slot, size=8), because="one launch reads the matrices", context=FP16)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "size"), [("cpu", "fp16", 8), ("cuda:sm_90a", "fp32", 8), ("cuda:sm_90a", "fp16", 12)]
+)
+def test_targets_and_rows_without_that_kernel(target: str, precision: str, size: int) -> None:
+    check_pass(
+        SelectedWeights(), mixture(size=size), changes=1, context=PassContext(target=target, precision=precision)
+    )
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_rows_would_read_more_than_a_launch_takes(more: int) -> None:
+    rows = LAUNCH_BYTES // (2 * WIDTH * 512) + more
+    report = SelectedWeights()(mixture(rows=rows, size=512), FP16)
+    assert report.changes == more
+
+
+def test_stages_of_matrices_that_are_read_in_place_stay_apart() -> None:
+    n = Net(np.float64)
+    own = gathered(n, n.random(4, WIDTH, 8), 2, 4)
+    graph = n.done(n.op("Relu", n.op("MatMul", own, n.input(2, 8, 1))))
+    check_refused(FuseEpilogue(), graph, because="reads a matrix for each row in place has no epilogue", context=FP16)
+    check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="cuda:sm_90a", precision="fp32"))
 
 
 def test_several_columns_for_each_matrix_stay() -> None:

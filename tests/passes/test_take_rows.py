@@ -16,6 +16,7 @@ from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.gathered_products import TABLE
 from optdnn.passes.take_rows import TakeRows
 from optdnn.types import INT8
 
@@ -148,6 +149,16 @@ def test_rows_by_index_that_stay() -> None:
     n = Net(np.float64)
     y = n.op("Add", n.input(1, 6, 8), n.input(1, 6, 8, name="z"))
     check_refused(TakeRows(), n.done(best(n, y)), because="from several tensors")
+
+
+@pytest.mark.parametrize("size", [TABLE // 4, TABLE])
+def test_rows_of_a_table_that_is_known_stay(size: int) -> None:
+    n = Net(np.float64)
+    graph = n.done(best(n, n.op("Exp", n.random(size, 4)), axis=0))
+    if size == TABLE:
+        check_pass(TakeRows(), graph, changes=1, depends_on_input=False)
+    else:
+        check_refused(TakeRows(), graph, because="are known when the network is built")
 
 
 def test_causal_queries_and_most_rows_stay() -> None:

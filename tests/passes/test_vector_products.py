@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from support.check import check_pass, check_untouched
+from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.types import BF16
 
@@ -54,6 +57,18 @@ def test_other_tensors_are_multiplied_as_they_are() -> None:
     check_pass(PASS, n.done(*(n.op("MatMul", y, n.random(16)) for _ in range(3))), changes=1)
     y = n.op("Add", n.input(2, 9, 16, name="z"), n.random(9, 16))
     check_pass(PASS, n.done(*(n.op("MatMul", y, n.random(16)) for _ in range(3))), changes=2)
+
+
+@pytest.mark.parametrize("perm", [(0, 1, 3, 2), (0, 2, 1, 3)])
+def test_transposed_rows_are_read_in_place(perm: tuple[int, ...]) -> None:
+    """The expected distance to a box's side (DFL: Li et al., 2020)."""
+    n = Net(np.float64)
+    x = n.op("Transpose", n.op("Softmax", n.input(2, 4, 16, 16), attrs=SoftmaxAttrs(2)), attrs=TransposeAttrs(perm))
+    graph = n.done(n.op("MatMul", x, n.random(16)))
+    if perm[-1] != 3:
+        check_refused(PASS, graph, because="read transposed rows in place")
+    else:
+        check_pass(PASS, graph, changes=1)
 
 
 def test_it_becomes_one_launch_with_the_features() -> None:

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "columns": {},
     "rows": {"form": "rows", "kind": "Gather"},
     "one row of many": {"rows": 1, "many": 16, "depth": 264, "columns": 33},
+    "an activation after it": {"after": "Relu"},
 }
 
 
@@ -63,7 +64,7 @@ def test_selected_matrices_are_read_in_place(name: str, precision: str) -> None:
     ("options", "because"),
     [
         ({"after": "reader"}, "no matrices that indices select"),
-        ({"after": "Relu"}, "it has stages"),
+        ({"after": "Relu", "depth": 60}, "it has stages"),
         ({"step": 2}, "lie apart"),
         ({"depth": 60}, "multiple of 8"),
     ],
