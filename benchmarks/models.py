@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,12 @@ def tensors_of(workload: Workload, seed: int) -> tuple[Any, ...]:
 
 
 def inputs_of(workload: Workload) -> Sequence[Sequence[Any]]:
-    """The kinds of a PyTorch module's inputs: its own, or a picture."""
+    """The kinds of a PyTorch module's inputs: its own, or a picture. Pictures have the workload's size, if it names one."""
+    side = workload.side
+    return [(*kind[:2], side, side) if side and len(kind) == 4 else kind for kind in _own_inputs(workload)]
+
+
+def _own_inputs(workload: Workload) -> Sequence[Sequence[Any]]:
     if made := workload.made.inputs:
         return made
     if workload.source == "timm":
@@ -236,7 +242,7 @@ def module_of(workload: Workload) -> Any:
         module.eval()
         for part in norms:
             part.momentum, part.training = 1.0, True
-        module(*tensors_of(Workload(workload.network, 2), 3))
+        module(*tensors_of(replace(workload, batch=2), 3))
     return module.eval()
 
 
@@ -251,7 +257,8 @@ def _made(workload: Workload) -> Any:
     if workload.source == "timm":
         import timm
 
-        return timm.create_model(name, pretrained=False, **made.options)
+        sized = {k: v for k, v in workload.settings if k == "img_size"}
+        return timm.create_model(name, pretrained=False, **made.options, **sized)
     if workload.source == "torch":
         from benchmarks import networks
 

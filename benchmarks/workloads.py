@@ -27,7 +27,8 @@ EXPLAINED: Mapping[str, str] = TABLE["explained"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A network at a batch size and a precision. ``settings``: options of the zoo's builder, integers."""
+    """A network at a batch size and a precision. ``settings`` are integers: options of the zoo's builder; for PyTorch's networks the
+    height and width of pictures, ``size``, or ``img_size`` if a network of timm must know it."""
 
     network: str
     batch: int = 1
@@ -56,6 +57,12 @@ class Workload:
     @property
     def name(self) -> str:
         return f"{self.model}@{self.precision}"
+
+    @property
+    def side(self) -> int | None:
+        """Height and width of pictures; None: those of the network."""
+        found = dict(self.settings)
+        return found.get("size", found.get("img_size"))
 
     @property
     def file(self) -> str:

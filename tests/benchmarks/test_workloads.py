@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,6 +129,16 @@ def test_unknown_sources_and_inputs_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(NETWORKS, "torch/odd", Network("LSTM", inputs=(("smell", 3),)))
     with pytest.raises(UsageError, match="'smell' is no kind of input"):
         models.tensors_of(Workload("torch/odd"), 1)
+
+
+def test_pictures_of_another_size() -> None:
+    (sized,) = parse("torchvision/resnet18:2:size=96")
+    assert models.inputs_of(sized) == [("normal", 3, 96, 96)]
+    assert models.inputs_of(Workload("torchvision/resnet18")) == [("normal", 3, 224, 224)]
+    (named,) = parse("timm/vit_small_patch16_224:img_size=896")
+    assert (named.side, named.name) == (896, "timm/vit_small_patch16_224:1:img_size=896@fp16")
+    text = replace(Workload("transformers/bert_base"), settings=(("size", 96),))
+    assert [kind[0] for kind in models.inputs_of(text)] == ["tokens"], "only pictures have this size"
 
 
 def test_shared_graphs_have_a_fixed_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
