@@ -27,8 +27,8 @@ EXPLAINED: Mapping[str, str] = TABLE["explained"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A network at a batch size and a precision. ``settings`` are integers: options of the zoo's builder; for PyTorch's networks the
-    height and width of pictures, ``size``, or ``img_size`` if a network of timm must know it."""
+    """A network at a batch size and a precision. ``settings`` are integers: options of the zoo's builder; for PyTorch's networks
+    the height and width of pictures, ``size``, or ``img_size`` if a network of timm must know it."""
 
     network: str
     batch: int = 1
