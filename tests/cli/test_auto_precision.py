@@ -185,7 +185,7 @@ def test_explain_shows_each_nodes_precision_without_auto(cli: Cli, model: Path, 
     names = [n.name for n in onnx.load(model).graph.node if n.op_type in ("Conv", "Gemm")]
     out = tmp_path / "mixed.engine"
     options = ("--target", "simulate", "--precision", "int8+fp16", "--calib", calib, "--shape", "x=4x3x8x8")
-    built = cli("build", model, "-o", out, *options, "--pin", f"{names[0]}=fp32")
+    built = cli("build", model, "-o", out, *options, "--strict-precision", "--pin", f"{names[0]}=fp32")
     assert built.code == 0, built.err
     pinned, asked = cli("explain", out, names[0]), cli("explain", out, names[-1])
     assert (pinned.code, asked.code) == (0, 0), pinned.err + asked.err
