@@ -160,14 +160,21 @@ def _is_unread(graph: Graph, op: Op, user: Op) -> bool:
     if not out.is_static or not all(graph.type(v).is_static for v in values):
         return False
     for value in values:
-        dims = graph.type(value).static_shape
-        if graph.constant_value(value) is not None or math.prod(dims) == math.prod(out.static_shape):
+        size = math.prod(graph.type(value).static_shape)
+        if graph.constant_value(value) is not None or size == math.prod(out.static_shape):
             continue
         scaled = [u.value for u in graph.users(value) if u.id != user.id and u.kind in {user.kind, op.kind}]
         shared = any(_is_partner(graph, op, one, STAGES) for one in scaled)
-        if not shared and (user.kind != "Mul" or not images_of(dims, out.static_shape)):
+        if not shared and not _is_gate(graph, user, value):
             return True
     return False
+
+
+def _is_gate(graph: Graph, user: Op, value: Value) -> bool:
+    """Whether ``user`` multiplies by a factor of each image and channel, for which an epilogue that adds a tensor has room."""
+    given, out = graph.type(value), user.outputs[0].type
+    static = given.is_static and out.is_static
+    return user.kind == "Mul" and static and images_of(given.static_shape, out.static_shape) > 0
 
 
 def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
@@ -179,6 +186,8 @@ def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
     for value in user.inputs:
         source = None if value is None or value == op.value else graph.op(value)
         if value is None or source is None or not is_pointwise(source) or graph.constant_value(value) is not None:
+            continue
+        if _is_gate(graph, user, value):
             continue
         if all(is_pointwise(other) for other in graph.users(value)):
             return reader
