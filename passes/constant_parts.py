@@ -33,7 +33,7 @@ def constant_parts(graph: Graph, op: Op) -> Match | Miss | None:
     arrays = [graph.constant_value(v) for v in joined.inputs]
     constants = [a for a in arrays if a is not None]
     rest = [v for v, a in zip(joined.inputs, arrays, strict=True) if a is None and v is not None]
-    if not constants or not rest:
+    if not constants or not rest or any(a.size == 0 for a in constants):
         return None
     if not all(v is not None and graph.type(v).is_static for v in joined.inputs):
         return Miss("the sizes of the joined tensors are not known when the network is built")

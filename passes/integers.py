@@ -162,10 +162,11 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         inputs = [_stored(graph, patch, op, v) if v in data else v for v in moved.inputs]
-        if moved.kind == "Pad" and moved.attrs.mode == "constant":
+        if moved.kind == "Pad":  # other modes ignore the number to pad with, which is a float
             (zero,) = zeros or {0}
             filler = np.asarray(zero, op.outputs[0].type.dtype)
-            value = patch.constant(filler, f"{moved.outputs[0].name}/zero_point") if zero else None
+            used = zero and moved.attrs.mode == "constant"
+            value = patch.constant(filler, f"{moved.outputs[0].name}/zero_point") if used else None
             inputs = [*inputs[:2], value, *inputs[3:]]
         return patch.add(moved.kind, inputs, moved.attrs, name=moved.outputs[0].name)
 

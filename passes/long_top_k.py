@@ -109,7 +109,8 @@ def sorted_again(graph: Graph, op: Op) -> Match | None:
 
     def build(patch: Patch) -> None:
         patch.replace(op.value, before.value if kept[0] == size else sliced(patch, before.value, 0, kept[0], axis))
-        patch.replace(Value(op.id, 1), patch.constant(np.array(np.broadcast_to(places, shape), INT64), "places"))
+        if len(op.outputs) > 1:  # their places are read, too
+            patch.replace(Value(op.id, 1), patch.constant(np.array(np.broadcast_to(places, shape), INT64), "places"))
 
     return Match((op,), build)
 

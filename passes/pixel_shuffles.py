@@ -84,7 +84,9 @@ def _written(graph: Graph, op: Op) -> tuple[Op, Op, BlockAttrs] | None:
         return None
     dims, (mode, at) = split.outputs[0].type.static_shape, found
     size, other = (d for i, d in enumerate(dims[1:4], 1) if i != at)
-    if size != other or op.outputs[0].type.static_shape != (dims[0], dims[at], dims[-2] * size, dims[-1] * size):
+    if size != other or size == 0:
+        return None
+    if op.outputs[0].type.static_shape != (dims[0], dims[at], dims[-2] * size, dims[-1] * size):
         return None
     return split, turn, BlockAttrs(size, mode)
 

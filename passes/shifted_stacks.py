@@ -50,7 +50,7 @@ def shifted_stack(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     axis = normalize_axis(op.attrs.axis, len(t.dims))
     start, planes = _longest_run([_plane(graph, v, axis) for v in op.inputs])
-    if sum(plane.padded for plane in planes) < FEWEST:
+    if sum(plane.padded for plane in planes) < FEWEST or 0 in graph.type(planes[0].source).dims:
         return None
     moved = [k for k in range(len(t.dims) - 1) if any(plane.shift[k] for plane in planes)]
     if len(moved) > 1:

@@ -55,12 +55,12 @@ def joined_halves(graph: Graph, op: Op) -> Match | Miss | None:
     split = producer(graph, halves[0], {"Split"}) if len(halves) == PARTS == len(op.inputs) and len(dims) > 2 else None
     if split is None or halves != [Value(split.id, port) for port in range(len(split.outputs))]:
         return None
+    if any(graph.type(v).dims != dims[:-1] for v in halves):
+        return None
     if (
         normalize_axis(op.attrs.axis, len(dims)) != len(dims) - 1
         or normalize_axis(split.attrs.axis, len(dims) - 1) != 1
     ):
-        return None
-    if any(graph.type(v).dims != dims[:-1] for v in halves):
         return None
     target = reshape_target(graph.type(operand(split)).dims, (dims[0], PARTS, *dims[1:-1]))
     if target is None:

@@ -122,6 +122,13 @@ def plan_epilogue(
     return found
 
 
+def read_once(op: Op, value: Value) -> bool:
+    """Whether one stage of an epilogue reads a value, and no other one does. Stages share the slot of a value."""
+    slots = [slot for slot, own in enumerate(op.inputs) if own == value]
+    stages: Sequence[Stage] = op.attrs.epilogue
+    return sum(stage.args.count(slot) for stage in stages for slot in slots) == 1
+
+
 def _rest(op: Op, stages: Sequence[Stage], done: int) -> tuple[list[Stage], list[Value]]:
     """The stages after the first ``done``, as stages of the kernel's result, and the values that they read: operands 1, 2, …"""
     slots: dict[Value, int] = {}

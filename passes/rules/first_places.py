@@ -7,6 +7,7 @@ depends on data.
 
 from __future__ import annotations
 
+from optdnn.dim import bounds
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import ShapeAttrs
@@ -32,6 +33,8 @@ def first_places(graph: Graph, op: Op) -> Match | Miss | None:
     axis = normalize_axis(axes[0], len(op.outputs[0].type.dims))
     if not isinstance(size, int) or size == 0 or (gather is not None and gather.attrs.axis != axis):
         return None
+    if gather is not None and bounds(graph.type(operand(gather)).dims[axis])[0] < size:
+        return Miss(f"{gather.name} takes rows of a table that may have fewer than {size}")
     if size > MOST_PLACES:
         return Miss(
             f"it lists the places of {size} elements; a scan of more than {MOST_PLACES} takes longer than the CPU"

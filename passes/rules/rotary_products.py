@@ -20,7 +20,7 @@ from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
 from optdnn.passes.support.rotary import cache_shape, order_of, rotated
-from optdnn.types import Shape
+from optdnn.types import Shape, show_shape
 
 A, B, COS, SIN = map(Var, ("a", "b", "cos", "sin"))
 _REAL = node("Sub", node("Mul", A, COS), node("Mul", B, SIN))
@@ -55,7 +55,7 @@ class RotaryProducts(PatternRule):
         full = (*rows[:-1], 2 * rows[-1])
         trailing = len(graph.type(a).dims) - len(rows)
         angles = {name: _without(graph.type(found[name]).dims, trailing) for name in ("cos", "sin")}
-        order = _order(graph, found, x, full, angles)
+        order = _order(graph, found, x, rows, angles)
         if isinstance(order, str):
             return Miss(order)
 
@@ -119,13 +119,15 @@ def _without(shape: Shape, trailing: int) -> Shape:
 
 
 def _order(
-    graph: Graph, found: dict[str, Any], x: Value, full: Shape, angles: dict[str, Shape]
+    graph: Graph, found: dict[str, Any], x: Value, rows: Shape, angles: dict[str, Shape]
 ) -> tuple[int, ...] | str:
-    """The order of axes in which these angles fit heads of shape ``full``, or the reason why there is none."""
-    t = graph.type(x)
-    if len(full) != 4:
+    """The order of axes in which these angles fit parts of shape ``rows``, or the reason why there is none."""
+    t, parts = graph.type(x), graph.type(found["a"]).dims
+    own = _without(parts, len(parts) - len(rows))
+    if len(rows) != 4:
         return f"{graph.output(x).name} {t} does not have four axes"
-    rows = (*full[:-1], graph.type(found["a"]).dims[3])
+    if rows != own:
+        return f"the results have the shape {show_shape(rows)}, their parts {show_shape(own)}"
     order = order_of(rows, list(angles.values()))
     if order is None:
         wrong = found[next((name for name, shape in angles.items() if order_of(rows, [shape]) is None), "sin")]

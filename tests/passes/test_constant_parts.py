@@ -135,3 +135,6 @@ def test_other_products_are_no_candidates() -> None:
     n = Net()
     y = n.op("Concat", n.input(6, 5), n.const(np.ones((6, 1))), attrs=ConcatAttrs(1))
     check_untouched(PASS, n.done(n.op("Gemm", y, n.random(6, 4), attrs=GemmAttrs(transA=True))))
+    n = Net()
+    y = n.op("Concat", n.input(2, 0, 5), n.const(np.ones((2, 0, 1))), attrs=ConcatAttrs(2))  # no rows
+    check_untouched(PASS, n.done(n.op("MatMul", y, n.random(6, 4))))

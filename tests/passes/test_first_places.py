@@ -25,14 +25,21 @@ GPU = PassContext(target="cuda:sm_90a")
 
 
 def selected(
-    *, size: DimLike = 12, most: int = 5, start: int = 0, step: int = 1, axis: int = 0, gather: int | None = 0
+    *,
+    size: DimLike = 12,
+    most: int = 5,
+    start: int = 0,
+    step: int = 1,
+    axis: int = 0,
+    gather: int | None = 0,
+    rows: DimLike = 12,
 ) -> Graph:
     """The first ``most`` rows (``gather`` None: their places) with a positive score, filled up to 7: the best boxes."""
     n = Net()
     score = n.input(size, name="score")
     index = n.op("Reshape", n.op("NonZero", n.op("Greater", score, n.const(np.float32(0)))), n.ints(-1))
-    rows = index if gather is None else n.op("Gather", n.input(12, 12), index, attrs=GatherAttrs(gather))
-    first = n.op("Slice", rows, n.ints(start), n.ints(most), n.ints(axis), n.ints(step))
+    taken = index if gather is None else n.op("Gather", n.input(rows, 12), index, attrs=GatherAttrs(gather))
+    first = n.op("Slice", taken, n.ints(start), n.ints(most), n.ints(axis), n.ints(step))
     if axis != (gather or 0):
         return n.done(first)
     rest = n.op("Sub", n.ints(7), n.op("Shape", first, attrs=ShapeAttrs(0, 1)))
@@ -96,3 +103,14 @@ def test_other_slices_stay(graph: Graph) -> None:
 def test_a_list_of_many_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_places, "MOST_PLACES", 11)
     check_refused(MaskedRows(), selected(), because="it lists the places of 12 elements; a scan of more than 11")
+
+
+@pytest.mark.parametrize("rows", [7, symbol("k")])
+def test_a_table_of_fewer_rows_than_the_mask_has_is_refused(rows: DimLike) -> None:
+    """The mask may select rows of the table alone. The places behind them, which the list also has, may not be there."""
+    because = "takes rows of a table that may have fewer than 12"
+    graph = selected(rows=rows)
+    report = MaskedRows()(graph, GPU)
+    assert any(because in refused.reason for refused in report.refused)
+    assert "NonZero" in graph.kinds()
+    assert "ScatterElements" not in graph.kinds()

@@ -275,8 +275,9 @@ def test_integers_are_padded_with_their_zero_point(zero: int, dtype: Any, value:
             assert not a[..., :2].any()
 
 
-def test_integers_are_padded_with_their_own_elements() -> None:
-    before = padded(117, UINT8, mode="reflect")
+@pytest.mark.parametrize("value", [(), (0.0,)])
+def test_integers_are_padded_with_their_own_elements(value: tuple[float, ...]) -> None:
+    before = padded(117, UINT8, *value, mode="reflect")
     done, _ = check_pass(MOVE, before, changes=1,
                          kinds={"DequantizeLinear": 1, "Pad": 1, "QuantizeLinear": 1}, promoted_changes=0)  # fmt: skip
     assert done.of_kind("Pad")[0].input(2) is None

@@ -108,6 +108,18 @@ def test_sorted_elements_are_not_sorted_again(values: str, largest: int, kept: i
     assert len(graph.of_kind("TopK")) == 1
 
 
+@pytest.mark.parametrize("places", [0, 1])
+def test_only_the_elements_or_only_their_places_are_read(places: int) -> None:
+    """An operator has no result for places that nothing reads."""
+    text = again().replace("sum = Add(z, places)", f"sum = Neg({'places' if places else 'z'})")
+    text = text if places else text.replace("places = Cast<to = 1>(j)", "").replace("z, j = TopK", "z = TopK")
+    drops = ("Mul_0", "Floor_1", "TopK_2", "Gather_3", "TopK_4") if places else ()
+    graph, _ = check_pass(
+        LongTopK(), text, changes=1, rules={"sorted_again": 1}, drops=drops, depends_on_input=not places
+    )
+    assert len(graph.of_kind("TopK")) == 1 - places
+
+
 def test_sorted_lines() -> None:
     text = again(values="GatherElements<axis = 1>(whole, i)", axis=1, other=1, shape="3,6")
     check_pass(LongTopK(), text, changes=1, rules={"sorted_again": 1}, drops=("GatherElements_3", "TopK_4"))

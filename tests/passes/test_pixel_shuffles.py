@@ -13,7 +13,7 @@ from support.simulated import check_simulated, lowered
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import BlockAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.passes.pixel_shuffles import PixelShuffles
 
 
@@ -129,6 +129,11 @@ def test_other_moves_of_pixels_stay() -> None:
     y = n.op("Reshape", image(n), n.ints(2, 2, 2, 2, 5, 6))
     y = n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 4, 1, 5, 2)))
     check_untouched(PixelShuffles(), n.done(n.op("Reshape", y, n.ints(2, 20, 12))))
+    n = Net(np.float64)
+    empty = ReshapeAttrs(allowzero=True)
+    y = n.op("Reshape", n.input(2, 0, 5, 6), n.ints(2, 3, 0, 0, 5, 6), attrs=empty)
+    y = n.op("Transpose", y, attrs=TransposeAttrs((0, 1, 4, 2, 5, 3)))
+    check_untouched(PixelShuffles(), n.done(n.op("Reshape", y, n.ints(2, 3, 0, 0), attrs=empty)))  # blocks of no pixels
 
 
 def test_patches_side_by_side_are_no_image() -> None:

@@ -160,6 +160,16 @@ def test_refused(why: str) -> None:
     check_refused(FuseRotary(), REFUSED[why], because=why)
 
 
+@pytest.mark.parametrize(
+    ("x", "angles", "shape"),
+    [("[1,3,5,4]", np.tile(ANGLES, (2, 1)), "[2,1,5,2]"), ("[2,3,5,2]", ANGLES, "[5,2]")],
+)
+def test_angles_that_repeat_the_features_are_refused(x: str, angles: Any, shape: str) -> None:
+    """One image is rotated by the angles of two, or one feature by several angles."""
+    because = "the results have the shape .*, their parts"
+    check_refused(FuseRotary(), model(FORMS["steps to halves"][0], angles, shape, x), because=because)
+
+
 def test_no_positions() -> None:
     check_untouched(FuseRotary(), model(FORMS["halves"][0], x="[2,3,0,4]", shape="[1,1,1,2]", angles=ANGLES[:1]))
 

@@ -124,6 +124,10 @@ def _other(which: str) -> Graph:
         parts = [plane(n, n.input(2, 3, 4, W, name=f"x{s}"), s, right=True) for s in range(6)]
     elif which == "filler":
         parts = [plane(n, x, s, right=True, filler=1) for s in range(6)]
+    elif which == "empty":  # all columns are zeros
+        empty, pads = n.op("Unsqueeze", n.input(2, 3, 4, 0, name="e"), n.ints(2)), [0] * 9
+        parts = [n.op("Pad", empty, n.ints(*pads[:4], s, *pads[5:], W - s)) for s in range(6)]
+        parts.append(n.op("Unsqueeze", x, n.ints(2)))
     else:
         parts = [
             n.op("Pad", n.op("Slice", x, n.ints(0), n.ints(W - s), n.ints(3)), n.ints(0, 0, 0, s, 0, 0, 0, 0))
@@ -132,7 +136,7 @@ def _other(which: str) -> Graph:
     return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2)))
 
 
-@pytest.mark.parametrize("which", ["few", "sources", "filler", "channels"])
+@pytest.mark.parametrize("which", ["few", "sources", "filler", "empty", "channels"])
 def test_no_stack_of_shifted_images(which: str) -> None:
     check_untouched(PASS, _other(which))
 

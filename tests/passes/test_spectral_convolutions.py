@@ -85,6 +85,14 @@ def test_other_halves_stay(options: dict[str, Any]) -> None:
     check_untouched(PASS, n.done(halves(n, n.input(2, 6, 4, 5), **options)))
 
 
+def test_halves_that_views_merge_stay() -> None:
+    """The axis of the Split is none of the joined tensor's."""
+    n = Net()
+    parts = n.op("Split", n.input(3, 2, 6), attrs=SplitAttrs(2, num_outputs=2), outputs=2)
+    joined = n.op("Concat", *(n.op("Reshape", p, n.ints(9, 1, 2)) for p in parts), attrs=ConcatAttrs(2))
+    check_untouched(PASS, n.done(joined))
+
+
 def test_halves_of_two_unknown_sizes_stay() -> None:
     n = Net()
     graph = n.done(halves(n, n.input(2, 6, symbol("H"), symbol("W"))))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue, read_once
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -32,7 +32,9 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
         if other is None or other.kind != "Conv" or graph.sole_user(other.value) != op:
             continue
         ep = plan_epilogue(graph, op, channel_axis=1)
-        if _form(graph, op) == _form(graph, other) and ep.residual == value and ("mul",) in ep.rendered:
+        if _form(graph, op) != _form(graph, other) or not read_once(op, other.value):
+            continue
+        if ep.residual == value and ("mul",) in ep.rendered:
             return other
     return None
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.activations import keeps_zeros
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue, read_once
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
@@ -225,6 +225,8 @@ class HopperConv(hopper_launch.HopperKernel):
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
         if not plain or not self._reads(b, other) or b.graph.sole_user(ep.residual) != op:
+            return None
+        if not read_once(op, ep.residual):
             return None
         if HopperConv.refuse(self, b, other) is not None:
             return None

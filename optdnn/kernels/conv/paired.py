@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue, read_once
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
@@ -84,9 +84,9 @@ def multiplier(graph: Graph, own: Factor) -> Factor | None:
 
 
 def _read_by(graph: Graph, op: Op, reader: Op) -> bool:
-    """Whether only ``reader`` reads the result."""
+    """Whether only one stage of ``reader`` reads the result."""
     user = graph.sole_user(op.value)
-    return user is not None and user.id == reader.id
+    return user is not None and user.id == reader.id and read_once(reader, op.value)
 
 
 def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:

@@ -177,7 +177,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         shape = target.shape
         matrix = b.graph.constant_value(op.inputs[0])
         one = matrix is not None and _is_one(matrix)
-        given = [_repeated(b, op.inputs[0], () if one else shape[:-2])]
+        given = [_repeated(b, op.inputs[0], (1,) * len(shape[:-2]) if one else shape[:-2])]
         given += [b.source(v) for v in (op.inputs[1], ep.residual) if v is not None]
         copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
         apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
@@ -261,7 +261,6 @@ def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
     if matrix is None:
         return b.source(value)
     rows, columns = matrix.shape[-2:]
-    matrix = matrix if stack else matrix.reshape(rows, columns)
     shape = (*stack, rows, columns)
 
     def make() -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue, read_once
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
@@ -35,6 +35,8 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:
+            continue
+        if not read_once(op, other.value):
             continue
         ep, user = plan_epilogue(graph, op, channel_axis=-1), graph.sole_user(other.value)
         if user is not None and user.id == op.id and ep.residual == value and ("mul",) in ep.rendered:

@@ -76,6 +76,10 @@ def constant_left_of_one(n: Net) -> Value:
     return n.op("MatMul", n.random(128, 256), n.input(1, 256, 96))
 
 
+def constant_left_of_more_axes(n: Net) -> Value:
+    return n.op("MatMul", n.random(1, 1, 40, 36), n.input(3, 36, 64))
+
+
 def shared_right(n: Net) -> Value:
     """The scores of relative positions (DeBERTa): all sequences share the keys of positions."""
     return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(1, 3, 64, 80, name="y"))
@@ -102,6 +106,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
         of_heads,
         constant_left,
         constant_left_of_one,
+        constant_left_of_more_axes,
         shared_right,
         shared_left,
         shared_odd,
