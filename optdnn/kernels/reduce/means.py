@@ -32,7 +32,7 @@ AHEAD = 8
 """Loads of a thread that are in flight at once."""
 CLUSTERS, THREADS, WIDTHS = (1, 2, 4, 8), (256, 512, 1024), (32, 64, 128)
 """Blocks of a cluster, threads and channels of a block."""
-# Fitted to 591 timings of 19 images on an H200, within 10 % on average near the best. The first choices are 2 % behind the best.
+# Fitted to 591 timings of 19 images on an H200, within 10 % on average near the best. The first choices are 4 % behind the best.
 LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S = 0.92e-6, 0.22e-6, 0.51e-6, 0.1e-6, 0.184e-6
 """Seconds of a dependent launch, of the start of each of :data:`TOGETHER` blocks of a multiprocessor, of a cluster barrier, of a batch of
 loads, and of each load of a thread."""
@@ -45,8 +45,8 @@ WIDER_S = {32: 0.0, 64: 0.0, 128: 0.07e-6}
 TOGETHER = 13.5
 """Blocks of a multiprocessor that start before any of them works; later blocks start while others work."""
 GENERAL_S, GENERAL_BYTES_S, GENERAL_THREAD_S, L2_S = 1e-6, 3.0e12, 8.2e-12, 5.5e12
-"""Lower bounds for the general kernel: seconds of a launch, bytes per second, seconds per thread, and bytes of L2 per second. They are
-fitted to 17 images of 10 to 200 MB on an H200."""
+"""Lower bounds for the general kernel: seconds of a launch, bytes per second, seconds per thread, and bytes of L2 per second. From
+17 images of 10 to 200 MB on an H200."""
 
 
 @dataclass(frozen=True)
