@@ -184,12 +184,14 @@ def _joins(graph: Graph, op: Op, user: Op) -> Op | None:
     if reader is None or not is_pointwise(reader) or not _reads_tensor_beside(graph, reader, user.value):
         return None
     for value in user.inputs:
-        source = None if value is None or value == op.value else graph.op(value)
-        if value is None or source is None or not is_pointwise(source) or graph.constant_value(value) is not None:
+        if (
+            value is None
+            or value == op.value
+            or graph.constant_value(value) is not None
+            or _is_gate(graph, user, value)
+        ):
             continue
-        if _is_gate(graph, user, value):
-            continue
-        if all(is_pointwise(other) for other in graph.users(value)):
+        if all(is_pointwise(other) for other in (graph.op(value), *graph.users(value))):
             return reader
     return None
 

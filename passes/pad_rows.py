@@ -310,7 +310,7 @@ def _numbered(graph: Graph, value: Value, most: int) -> Array | None:
 
 
 def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
-    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows, whose end is the number of these."""
+    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows, whose end is their number."""
     if cut.kind != "Slice" or len(cut.inputs) != 4:
         return False
     starts, axes = (graph.constant_value(cut.inputs[slot]) for slot in (1, 3))

@@ -18,6 +18,8 @@ GENERAL = ("--std=c++17",)
 """Compiler options of generated kernels. They do not use fast math: these kernels are the accurate ones."""
 BLOCK_SHARED = 232448
 """Bytes of shared memory that a block of any Hopper GPU may have."""
+SECTOR = 32
+"""Bytes of a sector, the least that L2 and memory move."""
 
 
 def no_room(needed: int, shared: int, blocks: int) -> str | None:

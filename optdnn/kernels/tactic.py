@@ -73,6 +73,11 @@ def least_seconds(offers: Iterable[Offer]) -> float:
     return min((o.predicted for o in offers), default=math.inf)
 
 
+def best_first(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """The offers, the best predicted first."""
+    return tuple(sorted(offers, key=lambda o: o.predicted))
+
+
 @lru_cache(maxsize=8192)
 def kernel_offers(kernel: ModuleType, problem: Any, gpu: GpuFacts, row_invariant: bool = True) -> tuple[Offer, ...]:
     """The ``candidates`` of a kernel's module for a problem, with the seconds of its ``estimate``."""

@@ -1,8 +1,8 @@
 """The first rows that a mask selects, ``x[NonZero(mask)][:k]``, are the first of k rows that are always there.
 
 Detectors of rotated boxes (Ultralytics' export with a suppression) keep the first 300 of the boxes that no better box overlaps. A
-scatter lists the places of these boxes and behind them those of the others, so that k places have a known size. Their number alone
-depends on data.
+scatter lists their places, and behind them the places of the other boxes. So the number of places is known, and only the number of
+boxes that are kept depends on data.
 """
 
 from __future__ import annotations

@@ -23,8 +23,10 @@ def plain_sibling(graph: Graph, product: Op, activation: Op) -> Op | None:
         member = member_of(graph, other)
         if isinstance(mine, Member) and isinstance(member, Member) and member.key == mine.key:
             after = _activation(graph, other)
-            same = after is not None and (after.kind, after.attrs) == (activation.kind, activation.attrs)
-            (alike if same and after is not None else plain).append(after if same and after is not None else other)
+            if after is not None and (after.kind, after.attrs) == (activation.kind, activation.attrs):
+                alike.append(after)
+            else:
+                plain.append(other)
     if sum(bytes_of(graph, one.value) for one in alike if not _moved(graph, one)) > LAUNCH_BYTES:
         return None
     return plain[0] if plain and any(_moved(graph, one) for one in alike) else None

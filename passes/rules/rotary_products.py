@@ -63,7 +63,7 @@ class RotaryProducts(PatternRule):
             caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
             source = value_before(
                 graph, x, RESHAPES
-            )  # perhaps the first features of heads (GLM): a view would hide that
+            )  # a view would hide that these are the first features of heads (GLM)
             whole_heads = source if graph.type(source).shape == full else in_shape(patch, x, full)
             attrs = RotaryAttrs(interleaved=halves is None)
             y = rotated(patch, whole_heads, caches, attrs, order)

@@ -105,7 +105,7 @@ def by_wgmma(problem: Any, gpu: Any) -> Any:
     """The configurations of a pooled stem that use wgmma only."""
     from optdnn.kernels.conv.stem_pool import wgmma_offers
 
-    return tuple(wgmma_offers(problem, gpu))
+    return wgmma_offers(problem, gpu)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, row
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
-from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, least_seconds, readers
+from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, best_first, least_seconds, readers
 from optdnn.ops.attention import LENGTHS, MULTIPLIED, SINKS, AttentionAttrs
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_attrs
@@ -57,7 +57,7 @@ def offers_of(plans: Any, problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     orders = {plans.order_of_sums(c) for c in many}
     offers = [Offer(c, plans.estimate(problem, c, gpu), plans.order_of_sums(c) in orders) for c in found]
-    return tuple(sorted(offers, key=lambda o: o.predicted))
+    return best_first(offers)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import SECTOR
 from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -13,7 +14,6 @@ CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA loads from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
-SECTOR = 32  # bytes of L2, the least that it moves
 MOST_SUMS = 320  # largest ``mt * bn``, twice the accumulators per thread, of proposed tiles; the kernel takes up to 320
 STAGE_ISSUE = {
     "relu": 0.5,

@@ -29,7 +29,7 @@ from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer, ProblemTactic, costlier
+from optdnn.kernels.tactic import Offer, ProblemTactic, best_first, costlier
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -45,7 +45,7 @@ def ranked(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         gpu = of_arch("sm_80")
     found = [c for c in general.CONFIGS if general.refuse(problem, c) is None and not (hopper and c.split > 1)]
     offers = [Offer(c, general.estimate(problem, c, gpu), exact or c.split == 1) for c in found]
-    return tuple(sorted(offers, key=lambda o: o.predicted))
+    return best_first(offers)
 
 
 class GeneralTactic(ProblemTactic):

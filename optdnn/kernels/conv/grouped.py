@@ -116,18 +116,17 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
 
-    def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool | None = None) -> Problem:
+    def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool = True) -> Problem:
         (batch, channels, *_), source, dense = c.out.shape, c.feed.source, c.feed.bands == 1
         read, written = conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
         added = 0 if c.residual is None else conv_maps.pitch_of(c.residual)
         assert read is not None
         assert written is not None
         assert added is not None
-        pool = self.pool(b, op) if squeeze is None else None
-        squeeze = pool is not None if squeeze is None else squeeze
+        pool = self.pool(b, op) if squeeze else None
         return Problem(
             batch, source if dense else replace(source, channels=channels), c.feed.bands, (("bias",), *c.ep.rendered),
-            map_dtype(c.out.dtype), squeeze, (read, written, added), channels if dense else 0,
+            map_dtype(c.out.dtype), pool is not None, (read, written, added), channels if dense else 0,
             pool is not None and adds_sums(b, pool),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import MANY, Offer, least_seconds
+from optdnn.kernels.tactic import MANY, Offer, best_first, least_seconds
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
@@ -49,7 +49,7 @@ def _offers(problem: separable.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The kernel's configurations, the best predicted first."""
     found = [*cost.candidates(problem, gpu), *cost.candidates(problem, gpu, FEW, ordered=True)]
     offers = [Offer(c, cost.estimate(problem, c, gpu), cost.in_one_order(c)) for c in dict.fromkeys(found)]
-    return tuple(sorted(offers, key=lambda o: o.predicted))
+    return best_first(offers)
 
 
 @lru_cache(maxsize=1024)

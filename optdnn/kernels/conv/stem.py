@@ -4,7 +4,6 @@ shared memory."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
@@ -18,7 +17,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.gemm.hopper_matmul import swapped
-from optdnn.kernels.tactic import Offer, Tactic
+from optdnn.kernels.tactic import Offer, Tactic, kernel_offers
 from optdnn.ops.conv import of_one_channel
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -27,10 +26,9 @@ from optdnn.types import BF16, FP16, FP32, Array, DType, to_tf32
 _Pair = tuple[int, int]
 
 
-@lru_cache(maxsize=1024)
 def stem_offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The configurations, all of which sum in the same order."""
-    return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
+    return kernel_offers(conv_stem_cost, problem, gpu)
 
 
 def no_operands(b: Builder, op: Op, dtypes: Sequence[DType] = (FP16, BF16)) -> str | None:

@@ -24,7 +24,7 @@ from optdnn.kernels.conv.stem import StemConv, stem_offers
 from optdnn.kernels.pool.max_pool import predicted
 from optdnn.kernels.pool.window import pads_of
 from optdnn.kernels.ranking import two_are_better
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Offer, Region, best_first, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, DType
 
@@ -35,14 +35,12 @@ GAIN = 0.97
 @lru_cache(maxsize=1024)
 def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The configurations on mma.sync and on Hopper's wgmma, the best predicted first."""
-    mma = [Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu)]
-    return tuple(sorted([*mma, *wgmma_offers(problem, gpu)], key=lambda offer: offer.predicted))
+    return best_first((*kernel_offers(stem_pool, problem, gpu), *wgmma_offers(problem, gpu)))
 
 
-def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> list[Offer]:
+def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The configurations on Hopper's wgmma."""
-    made = sm90.of(problem)
-    return [Offer(c, sm90_cost.estimate(made, c, gpu)) for c in sm90_cost.candidates(made, gpu)]
+    return kernel_offers(sm90_cost, sm90.of(problem), gpu)
 
 
 class PooledStem(StemConv):

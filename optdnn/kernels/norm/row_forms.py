@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import SECTOR
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 THREADS, MOST_THREADS = 256, 1024
-SECTOR = 32
-"""Bytes that memory delivers together."""
 LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
 """Seconds of a dependent launch, and per element of a thread and pass. On an H200, one row of 16384, 49152 and 131072 elements in three
 passes took 54, 172 and 404 us."""

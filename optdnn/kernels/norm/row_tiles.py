@@ -21,7 +21,7 @@ from optdnn.kernels.norm.group_norm import (
     unlike_rows,
 )
 from optdnn.kernels.norm.rows_once import RowsOnce
-from optdnn.kernels.tactic import MANY, Offer
+from optdnn.kernels.tactic import MANY, Offer, best_first
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import normalize_axis
 
@@ -35,7 +35,7 @@ def row_tile_offers(problem: tiles.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     rows = MANY * problem.period if problem.period > 1 else 4096
     found, many = tiles.candidates(problem, gpu), tiles.candidates(replace(problem, rows=rows), gpu, limit=1)
     offers = [Offer(c, tiles.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many))]
-    return tuple(sorted(offers, key=lambda o: o.predicted))
+    return best_first(offers)
 
 
 class RowTiles(ActivatedNorm):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.launch import Parameters
+from optdnn.kernels.launch import SECTOR, Parameters
 from optdnn.kernels.layout.walks import batched, walk
 from optdnn.kernels.norm.row_forms import whole_rows_seconds
 from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan
@@ -36,8 +36,6 @@ BATCH_S, SUM_S = 0.9e-6, 0.4e-6
 """Seconds of a batch of loads and of a sum over a block."""
 L2_RATE = 4e12
 """Bytes per second if elements are read and written in memory order."""
-SECTOR = 32
-"""Bytes of traffic for a single element whose neighbors are not contiguous in the other tensor."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ THREADS = 256
 ENOUGH_THREADS = 1 << 16
 """Number of threads that keep a GPU's memory busy: tiles are small enough to leave this many threads."""
 WARP, LINE = 32, 128
-"""Threads of a warp, and bytes of each row of the target that it writes, if it can. Its other threads read more of the same rows of the
-source, and the next warps read the rest of these rows. (64 x 1024 x 1024 elements to planes, fp16, H200: 138 us if a warp reads 32
-bytes of each row and the next warps the same bytes of other rows; 93 so; 64 bytes at the bound.)"""
+"""Threads of a warp, and the bytes that it writes of each row of the target, if it can. So up to four threads read neighboring tiles of
+the source's rows, and the next warps read the rest of the same rows. (64 x 1024 x 1024 elements to planes, fp16, H200: 93 us, which
+memory bounds at 64. It took 138 us when a warp read 32 bytes of each row, and a distant warp the others.)"""
 LEAST_ELEMENTS = 1 << 18
 """Least elements of such a copy: smaller copies take the time of a launch in any order."""
 

@@ -18,7 +18,7 @@ from optdnn.runtime.program import Program
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the kernel run wherever it can."""
-    monkeypatch.setattr(stem_pool, "_offers", lambda problem, gpu: tuple(stem_pool.wgmma_offers(problem, gpu)))
+    monkeypatch.setattr(stem_pool, "_offers", stem_pool.wgmma_offers)
     monkeypatch.setattr(stem_pool.PooledStem, "_slower", lambda *given: None)
 
 
