@@ -426,7 +426,7 @@ template <int PENDING> static void copies_wait_but();
 
 // Clusters whose blocks send one another numbers, once. Several groups of warps may wait, each with a barrier of its own. The blocks run one after another, and twice: first for what they send (they end
 // where they wait for what others send), then with what was sent to them.
-struct Sent { u32 target, barrier; float v[4]; };
+struct Sent { u32 target, barrier, bytes; u8 v[16]; };
 static std::vector<Sent> sent[16];
 static unsigned cluster_blocks = 1;                    // of each
 static bool sending, received;
@@ -435,20 +435,24 @@ static inline u32 cluster_map(u32 address, u32 rank) { return address | rank << 
 static inline void cluster_arrive_relaxed() {}
 static inline void cluster_wait() {}
 static inline void cluster_wait_together() {}
-static inline void cluster_store_async(u32 address, u32 barrier, const float* v) {
+static void cluster_store(u32 address, u32 barrier, const void* v, u32 bytes) {
     if (address >> 24 != barrier >> 24 || address >> 24 >= cluster_blocks) abort();
-    if (sending) sent[address >> 24].push_back({address & 0xffffff, barrier & 0xffffff, {v[0], v[1], v[2], v[3]}});
+    Sent s = {address & 0xffffff, barrier & 0xffffff, bytes, {}};
+    memcpy(s.v, v, bytes);
+    if (sending) sent[address >> 24].push_back(s);
 }
-static inline void cluster_send(u32 address, u32 barrier, u32 rank, const float* v) {
+static inline void cluster_store_async(u32 address, u32 barrier, const float* v) { cluster_store(address, barrier, v, 16); }
+static inline void cluster_store_async(u32 address, u32 barrier, u32 v) { cluster_store(address, barrier, &v, 4); }
+template <class V> static void cluster_send(u32 address, u32 barrier, u32 rank, const V& v) {
     cluster_store_async(cluster_map(address, rank), cluster_map(barrier, rank), v);
 }
 static void barrier_wait_cluster(u32 barrier, u32 parity) {
     if (sending) meet(ENDED);
     for (const Sent& s : sent[cluster_rank()]) {
         if (received) break;
-        if (s.target % 16 || s.target + 16 > SHARED) abort();
-        memcpy(memory + s.target, s.v, 16);
-        barrier_at(s.barrier).bytes -= 16;
+        if (s.target % s.bytes || s.target + s.bytes > SHARED) abort();
+        memcpy(memory + s.target, s.v, s.bytes);
+        barrier_at(s.barrier).bytes -= int(s.bytes);
     }
     if (!received)
         for (const Sent& s : sent[cluster_rank()]) settle(barrier_at(s.barrier));

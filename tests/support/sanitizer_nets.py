@@ -111,6 +111,7 @@ def by_wgmma(problem: Any, gpu: Any) -> Any:
 SETTINGS: dict[str, dict[str, Any]] = {
     "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
     "a gate": {"gemm.gemv_pair.GemvPair.defer": _never},
+    "a gate of ten images": {"gemm.gemv_pair_kernel.IMAGES": (8,)},
     "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
     "narrow groups": {"conv.general.BandedConv.defer": _always},
     "few channels": {"conv.narrow.NarrowConv.defer": _never},
@@ -307,6 +308,8 @@ def depthwise_convolutions() -> Graphs:
         "a first convolution and its pool, by wgmma": (net(Net, stem_and_pool), "fp16"),
         "a gate": (lambda: excited(images=1), "fp16"),
         "a gate of means": (lambda: excited(images=1, size=(40, 36)), "fp16"),
+        "a gate of ten images": (lambda: excited(images=10, size=(40, 36)), "fp16"),
+        "a gate of a cluster": (lambda: excited(960, 240, images=1), "fp16"),
     }
 
 

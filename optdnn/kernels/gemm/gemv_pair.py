@@ -31,13 +31,12 @@ from optdnn.kernels.tactic import Offer, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
-GAIN = 0.8
-"""One launch must be predicted to take at most this fraction of the time of two: the second of two hardly waits for the first."""
-SMALL = 1 << 15
-"""Elements of the first matrix below which one launch was not measured faster: 256 -> 16 -> 256 took 1 us longer, 1024
--> 64 -> 1024 0.8 us less."""
-FEW = 4
-"""Most images for which one launch was faster than two. With 16 it was not."""
+GAIN = 0.5
+"""One launch must be predicted to take at most this fraction of the time of two. Two convolutions of one pixel take about 0.6 of their
+prediction, since the second one hardly waits for the first."""
+TILE, WHOLE = 32, 64
+"""Pixels of a tile whose sums a convolution stores, and of an image whose means it mostly stores: typical of depthwise and grouped
+convolutions."""
 VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 """Kinds that only move axes, or add and remove axes of size 1, where the means of volumes become vectors."""
 
@@ -47,7 +46,7 @@ def _apart(problem: pair.Problem, gpu: GpuFacts) -> float:
     """Predicted seconds of two launches."""
     sizes = ((problem.depth, problem.hidden, problem.between), (problem.hidden, problem.channels, problem.epilogue))
     made = (
-        conv_problem.Problem(problem.images, -(-out // 8) * 8, (Source(1, 1, depth),), stages, problem.dtype)
+        conv_problem.Problem(problem.images, up(out, 8), (Source(1, 1, up(depth, 8)),), stages, problem.dtype)
         for depth, out, stages in sizes
     )
     return sum(min((o.predicted for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
@@ -68,33 +67,31 @@ class GemvPair(ConvPair):
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
             return "what follows one of the convolutions is more than an activation"
         if not kernel_offers(pair, self.problem(b, op), b.gpu):
-            return pair.refuse(self.problem(b, op), pair.Config(pair.CLUSTERS[-1]), shared=b.gpu.shared_per_block)
+            return pair.refuse(
+                self.problem(b, op), pair.Config(pair.CLUSTERS[-1], cluster=True), shared=b.gpu.shared_per_block
+            )
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
         problem, gpu = self.problem(b, op), fitted(b.gpu)
-        if problem.images > FEW:
-            return f"of more than {FEW} images, only tuning tries one launch"
-        one, two = kernel_offers(pair, problem, gpu)[0].predicted, _apart(problem, gpu)
-        if _summed(b, self.first(b.graph, op)):
-            two += FINISH
-        elif problem.hidden * problem.depth < SMALL:
-            return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
-        return two_are_better(one, two, GAIN)
+        two = _apart(problem, gpu) + (FINISH if problem.tiles else 0.0)
+        return two_are_better(kernel_offers(pair, problem, gpu)[0].predicted, two, GAIN)
 
     def source(self, b: Builder, op: Op) -> TensorView:
         """The launch's input: one vector per image."""
         return _vectors(b, op, b.operand(self.first(b.graph, op).inputs[0]))
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
-        """The kernel's problem."""
+        """The kernel's problem. If a convolution may store the sums of tiles, their number is a guess until it is planned."""
         first = self.first(b.graph, op)
         (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
         between, ep = _epilogues(b, first, op)
         images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
-        return pair.Problem(images, depth, up(hidden, 8), channels, stages[0], stages[1], dtype)
+        pixels = _pixels(b, first) if _summed(b, first) else 0
+        tiles = -(-pixels // TILE)
+        return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, tiles)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations. Each one sums in the same order for any number of images."""
@@ -117,13 +114,13 @@ class GemvPair(ConvPair):
         if sums is not None:
             x, problem = sums, _of_sums(b, first, problem, sums)
         else:
-            x = self.source(b, op)
+            x, problem = self.source(b, op), replace(problem, pixels=0, tiles=0)
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
         for name, conv, stages in (("first", first, between), ("second", op, ep)):
             weight = b.weights(conv)
             rows, depth = weight.shape[:2]
-            shape = (problem.hidden, depth) if conv is first else (rows, problem.hidden)
+            shape = (rows, up(depth, 8))
             dense = b.kept.once(("gemv_pair", shape), [weight], partial(_filled, weight, shape))
             operands[name] = b.constant(dense, f"{conv.outputs[0].name}.weights")
             bias = operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), shape[0])
@@ -164,8 +161,13 @@ def _keeps_vectors(graph: Graph, op: Op) -> bool:
 
 def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
     """The problem with means computed from the sums of an image's tiles."""
+    return replace(problem, pixels=_pixels(b, first), tiles=sums.shape[1])
+
+
+def _pixels(b: Builder, first: Op) -> int:
+    """Pixels of an image whose means the first product reads."""
     image = _means(b.graph, first).inputs[0]  # type: ignore[union-attr]
-    return replace(problem, pixels=math.prod(b.graph.type(image).static_shape[2:]), tiles=sums.shape[1])  # type: ignore[arg-type]
+    return math.prod(b.graph.type(image).static_shape[2:])  # type: ignore[arg-type]
 
 
 def _filled(weight: Array, shape: tuple[int, int]) -> Array:
@@ -188,10 +190,10 @@ def adds_sums(b: Builder, pool: Op) -> bool:
 
 
 def _summed(b: Builder, first: Op) -> bool:
-    """Whether the first product reads means of a convolution whose launch may store sums of tiles instead."""
+    """Whether the first product reads means of a convolution whose launch is likely to store sums of tiles instead."""
     pool = _means(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
-    return source is not None and source.kind == "Conv" and source.attrs.group > 1
+    return source is not None and source.kind == "Conv" and source.attrs.group > 1 and _pixels(b, first) > WHOLE
 
 
 def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:

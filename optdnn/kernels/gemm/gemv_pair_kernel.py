@@ -10,23 +10,34 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-WARPS, POOLING_WARPS = 8, 16
-"""Warps of a block that reads vectors, and of one that adds up the sums of tiles."""
-CLUSTERS = (1, 2, 4, 8, 16)
-"""Blocks that share an image."""
-MOST_SHARE = 8
-"""Most threads that share a sum of the second product; each takes eight elements at a time. A warp shares a sum of the
-first product."""
-LAUNCH_S, MEET_S, SIXTEEN_S = 1.9e-6, 0.2e-6, 0.3e-6
-"""Seconds of a launch that depends on another one; seconds that a cluster adds, and further ones with sixteen blocks."""
-PASS_S = 0.12e-6
-"""Seconds of a pass, in which each thread of a block makes its share of one sum."""
-AHEAD = 8
-"""Loads that a thread has in flight while it adds up sums of tiles."""
-POOL_S, BATCH_S = 1.0e-6, 0.7e-6
+WARPS = (8, 16)
+"""Warps of a block."""
+CLUSTERS = (2, 4, 8, 16)
+"""Blocks that share the hidden vector."""
+BLOCKS = (1, 2, 4, 8, 16)
+"""Blocks that each compute the whole hidden vector."""
+IMAGES = (1, 8)
+"""Images of a block."""
+CHUNK = 32
+"""Elements of K that a lane group of four multiplies at a time."""
+MOST_CHUNKS = {8: 24, 16: 10}
+"""Most chunks of weights of a warp, by the number of warps of a block. Each takes eight registers per thread; with more, some spill."""
+FEW_CHUNKS = 4
+"""Chunks that a warp takes before a second one helps."""
+MOST_LINES = 32
+"""Most threads that add up the sums of a channel."""
+MOST_AHEAD = 4
+"""Most loads that a thread has in flight while it adds up sums of tiles."""
+LAUNCH_S, SIXTEEN_S, MEET_S, CLUSTER_S = 1.12e-6, 0.17e-6, 0.11e-6, 0.18e-6
+"""Seconds of a launch that depends on another one; what sixteen warps, sums of several warps, and a cluster add."""
+CHUNK_S, TILE_S, COLUMNS_S = 0.076e-6, 0.147e-6, 0.34e-6
+"""Seconds of a chunk of the second product, of a warp's further tiles, and of several images per block."""
+POOL_S, BATCH_S = 0.32e-6, 0.25e-6
 """Seconds of the sums over tiles, and of each batch of loads after the first."""
-WAVE_S = 1.2e-6
-"""Seconds that each further wave of clusters adds to its work."""
+VECTOR_S, WEIGHT_S = 13e-12, 2.5e-12
+"""Seconds per byte that a block reads: of vectors or sums, and of weights."""
+FULL_S, WAVE_S, AGAIN_S = 0.73e-6, 0.54e-6, 4.1e-12
+"""Seconds that as many blocks as multiprocessors add, that each further wave adds, and that it adds per byte that a block reads."""
 
 
 @dataclass(frozen=True)
@@ -49,40 +60,64 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``cluster`` blocks share an image."""
+    """``blocks`` blocks take ``images`` images. ``cluster``: they share the hidden vector; otherwise each computes all of it."""
 
-    cluster: int
+    blocks: int
+    cluster: bool = False
+    images: int = 1
+    warps: int = 16
 
     def __str__(self) -> str:
-        return f"pair{self.cluster}"
+        return f"pair{self.blocks}{'c' * self.cluster}i{self.images}w{self.warps}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """How the warps of a block divide a matrix: ``parts`` warps share the K of a tile of 16 rows; a warp has up to ``tiles`` tiles,
+    and of each up to ``chunks`` chunks of K."""
+
+    parts: int
+    tiles: int
+    chunks: int
+
+
+def divided(rows: int, depth: int, warps: int) -> Part:
+    """How ``warps`` warps divide a matrix of ``rows`` rows."""
+    tiles, chunks = -(-rows // 16), -(-depth // CHUNK)
+    each = -(-chunks // min(-(-chunks // FEW_CHUNKS), max(1, warps // tiles)))
+    return Part(-(-chunks // each), -(-tiles // warps), each)
 
 
 def shares(problem: Problem, config: Config) -> tuple[int, int]:
-    """Elements of the hidden vector, and of the result, per block."""
-    return -(-problem.hidden // config.cluster), -(-problem.channels // config.cluster)
+    """Elements of the hidden vector, and of the result, per block: multiples of 16."""
+    return _share(problem.hidden, config.blocks if config.cluster else 1), _share(problem.channels, config.blocks)
 
 
-def part(problem: Problem) -> int:
-    """Threads that share a sum of the second product: a power of two."""
-    return min(MOST_SHARE, 1 << (-(-problem.hidden // 8) - 1).bit_length())
+def _share(elements: int, blocks: int) -> int:
+    return -(-elements // 16 // blocks) * 16
 
 
-def warps(problem: Problem) -> int:
-    """Warps of a block."""
-    return POOLING_WARPS if problem.tiles else WARPS
+def parts(problem: Problem, config: Config) -> tuple[Part, Part]:
+    """How the warps of a block divide both matrices."""
+    rows, columns = shares(problem, config)
+    return divided(rows, problem.depth, config.warps), divided(columns, problem.hidden, config.warps)
 
 
-def pooled(problem: Problem, config: Config) -> int:
-    """Channels whose means a block computes."""
-    return -(-problem.depth // config.cluster // 8) * 8 if problem.tiles else 0
+def pooling(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """How a block adds up sums of tiles: threads per channel, loads that each has in flight, and vectors of eight channels per thread."""
+    vectors = problem.depth // 8 * config.images
+    lines = min(max(1, 32 * config.warps // vectors), MOST_LINES, max(1, problem.tiles))
+    return lines, min(MOST_AHEAD, -(-problem.tiles // lines)), -(-vectors // (32 * config.warps))
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: two barriers, the hidden vector, the image's vector, both shares of weights, their biases."""
-    rows, columns = shares(problem, config)
-    vectors = 4 * problem.hidden + 2 * problem.depth
-    sums = 4 * 8 * 32 * warps(problem) + 16 if problem.tiles else 0
-    return 16 + vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns) + sums
+    """Dynamic shared memory of a block: a barrier, the vectors of its images, biases, and sums of warps."""
+    (rows, columns), (first, second) = shares(problem, config), parts(problem, config)
+    vectors = sum((-(-n // CHUNK) | 1) * CHUNK for n in (problem.depth, problem.hidden))
+    sums = [config.images * first.parts * rows, config.images * second.parts * columns]
+    if problem.tiles:
+        sums.append(8 * 32 * config.warps)
+    return 16 + 2 * config.images * vectors + 4 * (rows + columns) + 4 * max(sums)
 
 
 def refuse(
@@ -93,56 +128,76 @@ def refuse(
         return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"the kernel takes 16-bit floats, not {problem.dtype}"
-    if problem.depth % 8 or problem.hidden % 8:
-        return f"vectors of {problem.depth} and {problem.hidden} elements are not multiples of 8"
+    if problem.depth % 8:
+        return f"vectors of {problem.depth} elements are no multiples of 8"
     if any(render.uses_residual(stages) for stages in (problem.between, problem.epilogue)):
         return "nothing is added to its results"
-    if config.cluster not in CLUSTERS:
-        return f"{config.cluster} blocks are no cluster of this kernel"
-    if (share := pooled(problem, config)) > 32 * warps(problem):
-        return f"{share} channels are too many for the threads of a block"
+    if config.blocks not in (CLUSTERS if config.cluster else BLOCKS):
+        return f"{config.blocks} blocks are no configuration of this kernel"
+    first, second = parts(problem, config)
+    if first.tiles > 1:
+        return f"{shares(problem, config)[0]} elements of the hidden vector are too many for the warps of a block"
+    if (chunks := first.chunks + second.tiles * second.chunks) > MOST_CHUNKS[config.warps]:
+        return f"{chunks} chunks of weights are too many for the registers of a warp"
     return no_room(shared_bytes(problem, config), shared, 1)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. Sizes are parameters."""
-    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": int(problem.tiles > 0)}
-    defines = render.constants(sizes)
+    """What to compile."""
+    (first, second), (lines, ahead, _) = parts(problem, config), pooling(problem, config)
+    rows, columns = shares(problem, config)
+    sizes = {
+        "WARPS": config.warps, "DEPTH": problem.depth, "HIDDEN": problem.hidden, "CHANNELS": problem.channels, "ROWS": rows, "COLUMNS": columns,
+        "IMAGES": config.images, "CLUSTER": config.blocks if config.cluster else 1, "POOL": int(problem.tiles > 0),
+        "LINES": lines, "AHEAD": max(1, ahead),
+        "FIRST_PARTS": first.parts, "FIRST_CHUNKS": first.chunks,
+        "SECOND_PARTS": second.parts, "SECOND_TILES": second.tiles, "SECOND_CHUNKS": second.chunks,
+    }  # fmt: skip
     stages = [render.epilogue(problem.between, "between_one"), render.epilogue(problem.epilogue)]
-    text = "\n".join([defines, *stages, ""])
+    text = "\n".join([render.constants(sizes), *stages, render.mma(problem.dtype), ""])
     return Recipe("gemv_pair.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden]``), ``first_bias`` and
-    ``second_bias`` (fp32), ``output``. Pitches are elements from an image's vector to the next; with tiles, ``x_pitch`` is from a
-    tile's sums to the next."""
+    """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden, padded to a multiple of 8]``),
+    ``first_bias`` and ``second_bias`` (fp32), ``output``. Pitches are elements from an image's vector to the next; with tiles,
+    ``x_pitch`` is from a tile's sums to the next."""
     parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
-    parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
-    parameters.i32(problem.tiles, pooled(problem, config)).f32(1.0 / max(1, problem.pixels))
+    parameters.i32(problem.images, config.blocks, x_pitch, out_pitch, problem.tiles).f32(1.0 / max(1, problem.pixels))
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, warps(problem) * 32,
-        shared=shared_bytes(problem, config), cluster=config.cluster,
+        recipe(problem, config, gpu.arch), "gemv_pair", config.blocks * -(-problem.images // config.images), config.warps * 32,
+        shared=shared_bytes(problem, config), cluster=config.blocks if config.cluster else 1,
     )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, from 40 launches of SE-ResNet-50, TResNet-M and ResNeSt-26 on an H200."""
-    rows, columns = shares(problem, config)
-    waves = math.ceil(problem.images / max(1, gpu.clusters_at_once(config.cluster)))
-    together = (MEET_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
-    threads = 32 * warps(problem)
-    passes = -(-rows // warps(problem)) + -(-columns // (threads // part(problem)))
-    steps = -(-problem.depth // 512) - 1 + -(-problem.hidden // (8 * part(problem))) - 1
-    block = PASS_S * (passes + 0.25 * steps)
+    """Predicted seconds of one dependent launch, from 1,440 timings of 27 pairs of matrices in chains on an H200."""
+    (first, second), (rows, columns) = parts(problem, config), shares(problem, config)
+    groups = -(-problem.images // config.images)
+    at_once = gpu.clusters_at_once(config.blocks) if config.cluster else gpu.multiprocessors // config.blocks
+    waves = math.ceil(groups / max(1, at_once))
+    weights = 2 * (rows * problem.depth + columns * problem.hidden)
+    vectors = config.images * problem.depth * (4 * problem.tiles if problem.tiles else 2)
+    seconds = LAUNCH_S + CHUNK_S * second.chunks + TILE_S * (second.tiles - 1) + WEIGHT_S * weights + VECTOR_S * vectors
+    seconds += FULL_S * groups * config.blocks / gpu.multiprocessors + (waves - 1) * (
+        WAVE_S + AGAIN_S * (weights + vectors)
+    )
     if problem.tiles:
-        loads = problem.tiles * pooled(problem, config) / 8 / threads
-        block += POOL_S + BATCH_S * (math.ceil(loads / AHEAD) - 1) + together
-    return LAUNCH_S + together + block + (waves - 1) * (WAVE_S + block)
+        lines, ahead, rounds = pooling(problem, config)
+        seconds += POOL_S + BATCH_S * (math.ceil(problem.tiles / lines / ahead) * rounds - 1)
+    added = (SIXTEEN_S, config.warps == 16), (MEET_S, config.cluster or first.parts > 1), (CLUSTER_S, config.cluster)
+    return seconds + sum(s for s, applies in added if applies) + (COLUMNS_S if config.images > 1 else 0.0)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     """The configurations to time, the best predicted first."""
-    found = [Config(cluster) for cluster in CLUSTERS]
+    images = [n for n in IMAGES if n == 1 or problem.images > 1]
+    found = [
+        Config(b, cluster, n, w)
+        for w in WARPS
+        for n in images
+        for cluster, of in ((False, BLOCKS), (True, CLUSTERS))
+        for b in of
+    ]
     fitting = [c for c in found if refuse(problem, c, shared=gpu.shared_per_block, capability=gpu.capability) is None]
     return sorted(fitting, key=lambda c: (estimate(problem, c, gpu), c))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.depthwise import DepthwiseTactic
 from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
+from optdnn.kernels.tactic import Offer
 from optdnn.lowering.choose import TacticChoice
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.program import Program
+from optdnn.types import Array
 
 HOPPER = of_arch("sm_90a")
 
@@ -59,6 +61,7 @@ NETS: dict[str, Callable[[], Graph]] = {
     "other channels": lambda: excited(out=20),
     "ten hidden": lambda: excited(hidden=10, activation="Swish"),
     "sums": lambda: excited(images=1, size=(40, 36)),
+    "ten images": lambda: excited(images=10, size=(24, 20)),
     "sums, many channels": lambda: excited(240, 10, images=2, size=(40, 36), activation="Swish"),
 }
 
@@ -101,13 +104,6 @@ def test_a_convolution_whose_second_launch_is_gone_keeps_its_predicted_time(monk
     assert expected_steps(program)[step]["us"] == pytest.approx(0.25e6, rel=1e-4)
 
 
-@pytest.mark.usefixtures("chosen")
-def test_sums_of_more_channels_than_threads_keep_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "CLUSTERS", (1,))
-    program = check_simulated(excited(520, 16, images=1, size=(40, 36)))
-    assert {"SqueezeFinish", "SeparableConv"} <= set(kinds(program))
-
-
 def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
     return refusals(program, name)
 
@@ -147,9 +143,12 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "an addition": (added, "more than an activation"),
     "odd sizes": (
         lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)],
-        "vectors of 68 and 16 elements",
+        "vectors of 68 elements",
     ),
-    "large": (lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)], "of shared memory exceed"),
+    "large": (
+        lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)],
+        "chunks of weights are too many",
+    ),
     "a bias": (unknown_bias, "a bias is not constant"),
 }
 
@@ -175,116 +174,146 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
     assert faster or any("two launches are predicted" in r for r in reasons(program))
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 512}, f"fewer than {tactic.SMALL} products")],
-)
-def test_launches_that_were_not_faster_are_for_tuning(
-    given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
-    images, channels = given.get("images", 2), given.get("channels", 1024)
-
-    def build(n: Net) -> list[Value]:
-        x = n.op("GlobalAveragePool", n.conv(n.input(images, 8, 9, 7), channels))
-        return [n.conv(n.conv(x, 32, 1, pads=0), 24, 1, pads=0)]
-
-    check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
-
-
 P = pair.Problem(2, 64, 16, 64)
 
 
 @pytest.mark.parametrize(
-    ("problem", "cluster", "reason"),
+    ("problem", "config", "reason"),
     [
-        (replace(P, dtype="float32"), 8, "16-bit floats"),
-        (replace(P, depth=60), 8, "multiples of 8"),
-        (replace(P, epilogue=(("bias",), ("add",))), 8, "nothing is added"),
-        (P, 3, "no cluster of this kernel"),
-        (replace(P, depth=4096, hidden=256), 4, "shared memory exceed"),
-        (replace(P, depth=1032, pixels=49, tiles=2), 1, "too many for the threads"),
+        (replace(P, dtype="float32"), pair.Config(8), "16-bit floats"),
+        (replace(P, depth=60), pair.Config(8), "multiples of 8"),
+        (replace(P, epilogue=(("bias",), ("add",))), pair.Config(8), "nothing is added"),
+        (P, pair.Config(3), "3 blocks are no configuration"),
+        (P, pair.Config(1, cluster=True), "1 blocks are no configuration"),
+        (replace(P, hidden=264), pair.Config(8), "272 elements of the hidden vector are too many"),
+        (replace(P, depth=4096, hidden=256), pair.Config(4, cluster=True), "chunks of weights are too many"),
+        (replace(P, depth=32 * 1024, hidden=8), pair.Config(1, images=8), "chunks of weights are too many"),
     ],
 )
-def test_refusals(problem: pair.Problem, cluster: int, reason: str) -> None:
+def test_refusals(problem: pair.Problem, config: pair.Config, reason: str) -> None:
     assert pair.refuse(P, pair.Config(8)) is None
-    assert reason in (pair.refuse(problem, pair.Config(cluster)) or "")
+    assert reason in (pair.refuse(problem, config) or "")
+    assert "of shared memory exceed" in (pair.refuse(replace(P, tiles=2), pair.Config(8), shared=8192) or "")
     assert "no clusters" in (pair.refuse(P, pair.Config(8), capability=(8, 0)) or "")
     found = pair.candidates(P, HOPPER)
     assert [pair.estimate(P, c, HOPPER) for c in found] == sorted(pair.estimate(P, c, HOPPER) for c in found)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("depth", "hidden", "channels"), [(64, 16, 64), (264, 40, 72), (2048, 128, 2048)])
-def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype: str, tmp_path: Path) -> None:
-    problem = pair.Problem(2, depth, hidden, channels, (("bias",), ("relu",)), (("bias",), ("sigmoid",)), dtype)
-    if depth > 2000:
-        problem = replace(problem, hidden=16, channels=200)
-    rng, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
-    made = pair.launch(problem, pair.Config(1), HOPPER, depth + 8, problem.channels + 8)
-    text = made.recipe.generated["generated.cuh"]
+@pytest.mark.parametrize(
+    ("rows", "depth", "warps", "parts"),
+    [
+        (16, 24, 8, (1, 1, 1)),
+        (16, 256, 8, (2, 1, 4)),
+        (84, 336, 8, (1, 1, 11)),
+        (84, 336, 16, (2, 1, 6)),
+        (336, 84, 16, (1, 2, 3)),
+    ],
+)
+def test_warps_share_a_tile_if_it_has_many_chunks(rows: int, depth: int, warps: int, parts: tuple[int, ...]) -> None:
+    assert pair.divided(rows, depth, warps) == pair.Part(*parts)
+
+
+def computed(problem: pair.Problem, config: pair.Config, x: Array, vectors: Array, folder: Path) -> tuple[Array, Array]:
+    """The launch's result on a processor for random weights, with eight more columns of sevens, and what it should be."""
+    rng, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
+    depth, hidden, channels, images = problem.depth, problem.hidden, problem.channels, problem.images
+    made = pair.launch(problem, config, HOPPER, x.shape[-1], channels + 8)
+    text = made.recipe.generated["generated.cuh"].split("DEVICE void multiply")[0]
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
-    x = rng.standard_normal((2, depth + 8)).astype(kind)
-    first = (rng.standard_normal((problem.hidden, depth)) / depth**0.5).astype(kind)
-    second = (rng.standard_normal((problem.channels, problem.hidden)) / problem.hidden**0.5).astype(kind)
-    biases = [rng.standard_normal(size).astype(np.float32) for size in (problem.hidden, problem.channels)]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=["vectors.cuh"])
+    first = (rng.standard_normal((hidden, depth)) / depth**0.5).astype(kind)
+    second = np.full((channels, -(-hidden // 8) * 8), 0, kind)
+    second[:, :hidden] = rng.standard_normal((channels, hidden)) / hidden**0.5
+    biases = [rng.standard_normal(size).astype(np.float32) for size in (hidden, channels)]
     arrays = {"x": x, "first": first, "second": second, "first_bias": biases[0], "second_bias": biases[1],
-              "output": np.full((2, problem.channels + 8), 7, kind)}  # fmt: skip
+              "output": np.full((images, channels + 8), 7, kind)}  # fmt: skip
     held = {name: emulated.aligned(a) for name, a in arrays.items()}
     emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-    between = np.maximum(x[:, :depth].astype(np.float32) @ first.astype(np.float32).T + biases[0], 0)
-    sums = between.astype(kind).astype(np.float32) @ second.astype(np.float32).T + biases[1]
-    got = held["output"].astype(np.float32)
-    tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
-    np.testing.assert_allclose(got[:, : problem.channels], 1 / (1 + np.exp(-sums)), rtol=0, atol=tolerance)
+    between = np.maximum(vectors.astype(np.float32) @ first.astype(np.float32).T + biases[0], 0)
+    sums = between.astype(kind).astype(np.float32) @ second[:, :hidden].astype(np.float32).T + biases[1]
+    return held["output"].astype(np.float32), 1 / (1 + np.exp(-sums))
+
+
+STAGES = (("bias",), ("relu",)), (("bias",), ("sigmoid",))
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ((2, 64, 16, 64), pair.Config(1, warps=8)),
+        ((2, 264, 42, 72), pair.Config(2, warps=8)),
+        ((3, 264, 42, 72), pair.Config(2, cluster=True)),
+        ((9, 336, 84, 200), pair.Config(2, images=8)),
+        ((9, 336, 84, 200), pair.Config(4, cluster=True, images=8, warps=8)),
+        ((2, 2048, 128, 2048), pair.Config(16, cluster=True, warps=8)),
+        ((1, 40, 8, 600), pair.Config(1)),
+    ],
+)
+def test_the_kernel_on_a_processor(sizes: tuple[int, ...], config: pair.Config, dtype: str, tmp_path: Path) -> None:
+    problem, kind = pair.Problem(*sizes, *STAGES, dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    assert pair.refuse(problem, config) is None
+    x = np.random.default_rng(1).standard_normal((problem.images, problem.depth + 8)).astype(kind)
+    got, want = computed(problem, config, x, x[:, : problem.depth], tmp_path)
+    np.testing.assert_allclose(got[:, : problem.channels], want, rtol=0, atol=1e-2 if dtype == "bfloat16" else 2e-3)
     assert (got[:, problem.channels :] == 7).all()
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(("depth", "pixels", "tiles"), [(24, 3, 1), (96, 784, 56), (136, 500, 31), (240, 784, 8)])
+@pytest.mark.parametrize(
+    ("images", "depth", "pixels", "tiles", "config"),
+    [
+        (2, 24, 3, 1, pair.Config(1)),
+        (2, 96, 784, 56, pair.Config(1, warps=8)),
+        (2, 136, 500, 31, pair.Config(2, cluster=True)),
+        (9, 240, 784, 8, pair.Config(1, images=8)),
+        (9, 1032, 49, 2, pair.Config(2, images=8)),
+    ],
+)
 def test_means_on_a_processor(
-    depth: int, pixels: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: int, depth: int, pixels: int, tiles: int, config: pair.Config, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no larger blocks
-    problem = pair.Problem(2, depth, 16, 40, pixels=pixels, tiles=tiles)
-    assert pair.refuse(problem, pair.Config(1)) is None
-    rng = np.random.default_rng(0)
-    made = pair.launch(problem, pair.Config(1), HOPPER, depth, 40)
-    text = made.recipe.generated["generated.cuh"]
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
-    x = (rng.standard_normal((2, tiles, depth)) + 1).astype(np.float32)
-    first = (rng.standard_normal((16, depth)) / depth**0.5).astype(np.float16)
-    second = (rng.standard_normal((40, 16)) / 4).astype(np.float16)
-    biases = [rng.standard_normal(size).astype(np.float32) for size in (16, 40)]
-    arrays = {"x": x, "first": first, "second": second, "first_bias": biases[0], "second_bias": biases[1]}
-    arrays["output"] = np.zeros((2, 40), np.float16)
-    held = {name: emulated.aligned(a) for name, a in arrays.items()}
-    emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-    means = (x.sum(1) / pixels).astype(np.float16).astype(np.float32)
-    between = (means @ first.astype(np.float32).T + biases[0]).astype(np.float16).astype(np.float32)
-    want = between @ second.astype(np.float32).T + biases[1]
-    np.testing.assert_allclose(held["output"].astype(np.float32), want, rtol=0, atol=4e-3 * np.abs(want).max())
+    problem = pair.Problem(images, depth, 16, 40, *STAGES, pixels=pixels, tiles=tiles)
+    assert pair.refuse(problem, config) is None
+    x = (np.random.default_rng(1).standard_normal((images, tiles, depth)) + 1).astype(np.float32)
+    got, want = computed(problem, config, x, (x.sum(1) / pixels).astype(np.float16), tmp_path)
+    np.testing.assert_allclose(got[:, :40], want, rtol=0, atol=2e-3)
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("config", [pair.Config(c) for c in (1, 8, 16)], ids=str)
-def test_kernels_compile_without_spills(config: pair.Config) -> None:
-    for more in ({"dtype": "bfloat16"}, {"pixels": 784, "tiles": 56}):
-        (kernel,) = nvrtc.resources(pair.recipe(replace(P, **more), config)).values()
-        assert kernel.spill_bytes == 0
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (replace(P, dtype="bfloat16"), pair.Config(1)),
+        (pair.Problem(1, 336, 84, 336, *STAGES, pixels=196, tiles=7), pair.Config(2)),
+        (pair.Problem(8, 1152, 48, 1152, *STAGES, pixels=49, tiles=2), pair.Config(4, images=8, warps=8)),
+        (pair.Problem(1, 2048, 128, 2048, *STAGES), pair.Config(16, cluster=True, warps=8)),
+    ],
+    ids=str,
+)
+def test_kernels_compile_without_spills(problem: pair.Problem, config: pair.Config) -> None:
+    assert pair.refuse(problem, config) is None
+    (kernel,) = nvrtc.resources(pair.recipe(problem, config)).values()
+    assert kernel.spill_bytes == 0
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_every_cluster_on_a_gpu_agrees_with_its_meaning(name: str) -> None:
-    graph = NETS[name]()
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, offered, configs = NETS[name](), set[str](), tactic.GemvPair.configs
+
+    def noted(*given: Any) -> Sequence[Offer]:
+        found = configs(*given)
+        offered.update(str(o.config) for o in found)
+        return found
+
+    monkeypatch.setattr(tactic.GemvPair, "configs", noted)
     plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"].startswith("gemv_pair") and not t.get("dropped")]
-    for cluster in pair.CLUSTERS if "many channels" not in name else pair.CLUSTERS[2:]:
-        choices = {decision["signature"]: TacticChoice(decision["tactic"], str(pair.Config(cluster)))}
+    assert len(offered) > 4
+    for config in sorted(offered):
+        choices = {decision["signature"]: TacticChoice(decision["tactic"], config)}
         program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
-        assert max(launch_errors(program, graph, "SeparableConv", "ExcitationGate")) < 2e-3, cluster
+        assert max(launch_errors(program, graph, "SeparableConv", "ExcitationGate")) < 2e-3, config

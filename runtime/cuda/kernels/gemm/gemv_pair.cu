@@ -2,51 +2,105 @@
 //
 //   hidden[h] = round(between_one(sum_k first[h, k] x[k]))        out[c] = epilogue(sum_h second[c, h] hidden[h])
 //
-// A cluster of CLUSTER blocks takes an image. Each block computes a share of the hidden vector and sends it to all blocks, then computes a
-// share of the result. Both shares of the weights are loaded into shared memory before the producer of the vectors has ended: no kernel
-// writes weights. 16-bit operands, fp32 sums in a fixed order.
+// ``blocks`` blocks take IMAGES images. Each block computes a share of the result. In a cluster it computes a share of the hidden vector,
+// too, and sends it to the other blocks; otherwise it computes the whole hidden vector. Weights are operand A of mma.sync, in registers. They
+// are loaded before the producer of the vectors has ended: no kernel writes weights. The columns of operand B are images. 16-bit operands,
+// fp32 sums in a fixed order.
 //
-// POOL: the vector holds the means of an image's channels. Each block computes a share of them, from the sums of the image's tiles, which
-// the previous kernel has written.
+// A product's K is walked in chunks of 32. Lane t of four takes the elements 8 t .. 8 t + 7 of a chunk, of weights and vectors alike.
 //
-// generated.cuh defines CLUSTER, WARPS, PART (lanes that share a sum of the second product), POOL, between_one() and epilogue().
+// POOL: the vectors hold the means of images' channels. Each block computes them from the sums of the images' tiles, which the previous
+// kernel has written.
+//
+// generated.cuh defines WARPS, IMAGES (a power of two, at most 8), CLUSTER (1: blocks exchange nothing), DEPTH (a multiple of 8), HIDDEN,
+// CHANNELS; ROWS and COLUMNS (rows of the hidden vector, and columns of the result, per block; multiples of 16); POOL, LINES (threads that
+// add up the sums of a channel) and AHEAD (loads that each has in flight); of the first product FIRST_PARTS (warps that share the K of a tile
+// of 16 rows) and FIRST_CHUNKS (most of a warp), of the second SECOND_PARTS, SECOND_CHUNKS and SECOND_TILES (most of a warp);
+// between_one(), epilogue() and multiply().
 #include "vectors.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int AHEAD = 8;
+constexpr int DEPTH_CHUNKS = (DEPTH + 31) / 32, HIDDEN_CHUNKS = (HIDDEN + 31) / 32;
+constexpr int X_PITCH = (DEPTH_CHUNKS | 1) * 32, HIDDEN_PITCH = (HIDDEN_CHUNKS | 1) * 32;     // lanes of a warp read different banks
+constexpr int WHOLE = (HIDDEN + 15) / 16 * 16, SECOND_PITCH = (HIDDEN + 7) / 8 * 8;
 
 struct Params {
     const void* x;                                 // [images][x_pitch]; POOL: [images][tiles][x_pitch] in fp32
-    const u16* first;                              // [hidden][depth]
-    const float* first_bias;                       // [hidden]
-    const u16* second;                             // [channels][hidden]
-    const float* second_bias;                      // [channels]
+    const u16* first;                              // [HIDDEN][DEPTH]
+    const float* first_bias;                       // [HIDDEN]
+    const u16* second;                             // [CHANNELS][SECOND_PITCH]
+    const float* second_bias;                      // [CHANNELS]
     u16* output;                                   // [images][out_pitch]
-    int depth, hidden, channels;                   // depth and hidden: multiples of 8
-    int rows, columns;                             // rows of the hidden vector, and columns of the result, per block
-    int x_pitch, out_pitch;
-    int tiles, share;                              // POOL: tiles; channels whose means a block computes, a multiple of 8
+    int images, blocks, x_pitch, out_pitch;
+    int tiles;                                     // POOL: sums per channel
     float factor;                                  // sum * factor is the mean
 };
 
-DEVICE void copy(u16* to, const u16* from, int elements) {
-    for (int i = threadIdx.x * 8; i < elements; i += THREADS * 8) copy_16_or_zeros(smem_address(to + i), from + i, 16);
+// A warp's part of a matrix, of which PARTS warps share the K of a tile: rows lane / 4 and lane / 4 + 8 of its tiles.
+template <int PARTS_, int TILES_, int CHUNKS_> struct Part {
+    static constexpr int PARTS = PARTS_, TILES = TILES_, CHUNKS = CHUNKS_;
+    uint4 low[TILES][CHUNKS], high[TILES][CHUNKS];
+};
+template <int PARTS> DEVICE int tile_of(int warp, int i) { return warp / PARTS + i * (WARPS / PARTS); }
+
+DEVICE uint4 load_row(const u16* weights, int row, int rows, int pitch, int k) {
+    return row < rows && k < pitch ? __ldg(reinterpret_cast<const uint4*>(weights + row * pitch + k)) : make_uint4(0, 0, 0, 0);
 }
-DEVICE void add_products(float& sum, const u16* a, const u16* b) {
-    const Packed<8> v = load_packed<8>(a), w = load_packed<8>(b);
+template <class Own> DEVICE void load_weights(Own& own, const u16* weights, int rows, int pitch, int warp, int lane) {
     #pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(element(v, i), element(w, i), sum);
+    for (int i = 0; i < Own::TILES; i++) {
+        #pragma unroll
+        for (int c = 0; c < Own::CHUNKS; c++) {
+            const int row = tile_of<Own::PARTS>(warp, i) * 16 + lane / 4, k = (warp % Own::PARTS * Own::CHUNKS + c) * 32 + lane % 4 * 8;
+            own.low[i][c] = load_row(weights, row, rows, pitch, k), own.high[i][c] = load_row(weights, row + 8, rows, pitch, k);
+        }
+    }
 }
 
-// Waits until all blocks of the cluster have sent their shares.
-DEVICE void meet(u32 barrier) {
-#if CLUSTER > 1
-    barrier_wait_cluster(barrier, 0);
+// The products with ``vectors``, [IMAGES][pitch] in shared memory, of ``chunks`` chunks: ``take(row, image, sum)`` for the sums of this lane.
+// Rows count from the block's first one.
+template <class Own, class Take> DEVICE void multiply_vectors(const Own& own, const u16* vectors, int pitch, int chunks, int warp, int lane, const Take& take) {
+    constexpr int SETS = Own::TILES > 1 ? 2 : 4;   // successive products do not wait for each other
+    float acc[Own::TILES][SETS][4] = {};
+    #pragma unroll
+    for (int c = 0; c < Own::CHUNKS; c++) {
+        const int chunk = warp % Own::PARTS * Own::CHUNKS + c;
+        if (chunk >= chunks) break;
+        const Packed<8> v = load_packed<8>(vectors + lane / 4 % IMAGES * pitch + chunk * 32 + lane % 4 * 8);
+        #pragma unroll
+        for (int i = 0; i < Own::TILES; i++) {
+            const uint4 a = own.low[i][c], b = own.high[i][c];
+            multiply(acc[i][2 * c % SETS], {a.x, b.x, a.y, b.y}, v.word[0], v.word[1]);
+            multiply(acc[i][(2 * c + 1) % SETS], {a.z, b.z, a.w, b.w}, v.word[2], v.word[3]);
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < Own::TILES; i++) {
+        float sum[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            sum[j] = acc[i][0][j] + acc[i][1][j];
+            if (SETS == 4) sum[j] += acc[i][2 % SETS][j] + acc[i][3 % SETS][j];
+        }
+        const int row = tile_of<Own::PARTS>(warp, i) * 16 + lane / 4, column = lane % 4 * 2;
+#if IMAGES == 1                                    // all columns are equal
+        if (column < 4) take(row + column * 4, 0, column == 0 ? sum[0] : sum[2]);
 #else
-    __syncthreads();
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (column + j % 2 < IMAGES) take(row + j / 2 * 8, column + j % 2, sum[j]);
 #endif
+    }
+}
+
+// The sum of COUNT numbers, ``step`` apart.
+template <int COUNT> DEVICE float sum_of(const float* from, int step) {
+    float sum[4] = {};
+    #pragma unroll
+    for (int i = 0; i < COUNT; i++) sum[i % 4] += from[i * step];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // Eight channels of the sums of a tile.
@@ -61,125 +115,131 @@ DEVICE void add_eight(float (&sum)[8], const Eight& v) {
     sum[4] += v.high.x, sum[5] += v.high.y, sum[6] += v.high.z, sum[7] += v.high.w;
 }
 
-// The sums of ``share`` channels from ``image`` on; the image has ``channels``. Each of the first ``share`` threads returns one sum. A thread
-// takes vectors of tiles that are ``lines`` tiles apart, AHEAD at a time; ``partial``: 8 floats per thread.
-DEVICE float channel_sum(const Params& p, const float* image, int channels, float* partial) {
-    const int vectors = p.share / 8, lines = THREADS / vectors, vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
-    float sum[8];
-    #pragma unroll
-    for (int i = 0; i < 8; i++) sum[i] = 0.0f;
-    if (line < lines && vector * 8 < channels) {
-        for (int begin = line; begin < p.tiles; begin += AHEAD * lines) {
-            Eight v[AHEAD];
+// Means of images from ``first`` on. A thread takes the sums of eight channels of tiles that are LINES apart, AHEAD at a time. ``partial``:
+// eight floats per thread.
+DEVICE void load_means(const Params& p, int first, u16* x, float* partial) {
+    constexpr int VECTORS = DEPTH / 8, ALL = IMAGES * VECTORS, WIDTH = ALL < THREADS ? ALL : THREADS;
+    static_assert(LINES * WIDTH <= THREADS, "a thread has one line");
+    const int line = threadIdx.x / WIDTH;
+    for (int v = threadIdx.x % WIDTH; v < ALL && line < LINES; v += WIDTH) {
+        const int image = v / VECTORS, channel = v % VECTORS * 8;
+        const float* const from = static_cast<const float*>(p.x) + (long long)min(first + image, p.images - 1) * p.tiles * p.x_pitch + channel;
+        float sum[8] = {};
+        for (int begin = line; begin < p.tiles; begin += AHEAD * LINES) {
+            Eight next[AHEAD];
+            #pragma unroll
+            for (int k = 0; k < AHEAD; k++) next[k] = load_eight(from + min(begin + k * LINES, p.tiles - 1) * p.x_pitch);
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                const int tile = begin + k * lines;
-                v[k] = load_eight(image + (long long)min(tile, p.tiles - 1) * p.x_pitch + vector * 8);
-            }
-            #pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
-                if (begin + k * lines >= p.tiles) break;
-                add_eight(sum, v[k]);
+                if (begin + k * LINES >= p.tiles) break;
+                add_eight(sum, next[k]);
             }
         }
+        if (LINES > 1) {
+            #pragma unroll
+            for (int i = 0; i < 8; i++) partial[(line * ALL + v) * 8 + i] = sum[i];
+        } else {
+            #pragma unroll
+            for (int i = 0; i < 8; i++) sum[i] *= p.factor;
+            store_packed<8>(x + image * X_PITCH + channel, pack<8>(sum));
+        }
     }
-    if (line < lines) {
-        #pragma unroll
-        for (int i = 0; i < 8; i++) partial[line * p.share + vector * 8 + i] = sum[i];
+    if (LINES == 1) return;
+    __syncthreads();
+    for (int c = threadIdx.x; c < ALL * 8; c += THREADS)
+        x[c / DEPTH * X_PITCH + c % DEPTH] = pack1(sum_of<LINES>(partial + c, ALL * 8) * p.factor);
+}
+
+DEVICE void load_vectors(const Params& p, int first, u16* x) {
+    constexpr int VECTORS = DEPTH / 8;
+    for (int v = threadIdx.x; v < IMAGES * VECTORS; v += THREADS) {
+        const int image = v / VECTORS, channel = v % VECTORS * 8;
+        const u16* const from = static_cast<const u16*>(p.x) + (long long)min(first + image, p.images - 1) * p.x_pitch + channel;
+        store_packed<8>(x + image * X_PITCH + channel, load_packed<8>(from));
     }
-    __syncthreads();
-    // Several threads add the lines of a channel; then the first of them adds their sums.
-    const int channel = threadIdx.x % p.share, first = threadIdx.x / p.share, step = THREADS / p.share;
-    float total = 0.0f;
-    for (int l = first; l < lines && first < step; l += step) total += partial[l * p.share + channel];
-    __syncthreads();
-    if (first < step) partial[first * p.share + channel] = total;
-    __syncthreads();
-    total = 0.0f;
-    for (int l = 0; l < step && first == 0; l++) total += partial[l * p.share + channel];
-    return total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    const u32 means_met = smem_address(shared), hidden_met = means_met + 8;      // barriers that count bytes from all blocks
+    const u32 met = smem_address(shared);          // counts bytes from all blocks
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % p.blocks, image = blockIdx.x / p.blocks * IMAGES;
+    u16* const x = reinterpret_cast<u16*>(shared + 16);
+    u16* const hidden = x + IMAGES * X_PITCH;
+    float* const first_bias = reinterpret_cast<float*>(hidden + IMAGES * HIDDEN_PITCH);
+    float* const second_bias = first_bias + ROWS;
+    float* const partial = second_bias + COLUMNS;
 #if CLUSTER > 1
-    const int rank = int(cluster_rank());
     if (threadIdx.x == 0) {
-        barrier_init(means_met, 1);
-        barrier_init(hidden_met, 1);
+        barrier_init(met, 1);
         barrier_init_fence();
-        if (POOL) barrier_expect(means_met, 2 * p.depth);
-        barrier_expect(hidden_met, 4 * p.hidden);
+        barrier_expect(met, 2 * IMAGES * WHOLE);
     }
     cluster_arrive_relaxed();
-#else
-    const int rank = 0;
 #endif
     grid_launch_dependents();
-    const int image = blockIdx.x / CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = rank * p.rows, rows = min(p.rows, p.hidden - row);             // none, or fewer, for the last blocks
-    const int column = rank * p.columns, columns = min(p.columns, p.channels - column);
-    float* hidden = reinterpret_cast<float*>(shared + 16);                         // [p.hidden], from all blocks
-    u16* x = reinterpret_cast<u16*>(hidden + p.hidden);
-    u16* first = x + p.depth;
-    u16* second = first + p.rows * p.depth;
-    float* first_bias = reinterpret_cast<float*>(second + p.columns * p.hidden);
-    float* second_bias = first_bias + p.rows;
-    copy(first, p.first + (long long)row * p.depth, rows * p.depth);
-    copy(second, p.second + (long long)column * p.hidden, columns * p.hidden);
-    for (int i = threadIdx.x; i < rows; i += THREADS) first_bias[i] = __ldg(p.first_bias + row + i);
-    for (int i = threadIdx.x; i < columns; i += THREADS) second_bias[i] = __ldg(p.second_bias + column + i);
+    const int row = CLUSTER > 1 ? rank * ROWS : 0, rows = min(HIDDEN - row, ROWS);             // none, or fewer, for the last blocks
+    const int column = rank * COLUMNS, columns = min(CHANNELS - column, COLUMNS);
+    Part<FIRST_PARTS, 1, FIRST_CHUNKS> first;
+    Part<SECOND_PARTS, SECOND_TILES, SECOND_CHUNKS> second;
+    load_weights(first, p.first + row * DEPTH, rows, DEPTH, warp, lane);
+    load_weights(second, p.second + column * SECOND_PITCH, columns, SECOND_PITCH, warp, lane);
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) first_bias[i] = i < rows ? __ldg(p.first_bias + row + i) : 0.0f;
+    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) second_bias[i] = i < columns ? __ldg(p.second_bias + column + i) : 0.0f;
+    for (int i = threadIdx.x; i < IMAGES * 32; i += THREADS) {                    // the ends of vectors
+        const int k = DEPTH_CHUNKS * 32 - 32 + i % 32, h = HIDDEN_CHUNKS * 32 - 32 + i % 32;
+        if (k >= DEPTH) x[i / 32 * X_PITCH + k] = 0;
+        if (h >= WHOLE) hidden[i / 32 * HIDDEN_PITCH + h] = 0;
+    }
     grid_dependency_wait();
 #if POOL
-    float* partial = second_bias + (p.columns + 3) / 4 * 4;
-    const int channel = rank * p.share, own = max(0, min(p.share, p.depth - channel));
-    const float* const own_image = static_cast<const float*>(p.x) + (long long)image * p.tiles * p.x_pitch;
-    const float total = channel_sum(p, own_image + channel, own, partial);
+    load_means(p, image, x, partial);
 #else
-    copy(x, static_cast<const u16*>(p.x) + (long long)image * p.x_pitch, p.depth);
+    load_vectors(p, image, x);
 #endif
-    copies_commit();
-    copies_wait_but<0>();
     __syncthreads();
+
+    auto hidden_of = [&](int r, float sum) { return r < rows ? pack1(between_one(sum, first_bias[r], 0.0f)) : u16(0); };
+#if CLUSTER == 1 && FIRST_PARTS == 1
+    multiply_vectors(first, x, X_PITCH, DEPTH_CHUNKS, warp, lane, [&](int r, int n, float v) {
+        if (r < ROWS) hidden[n * HIDDEN_PITCH + r] = hidden_of(r, v);
+    });
+#else
+    multiply_vectors(first, x, X_PITCH, DEPTH_CHUNKS, warp, lane, [&](int r, int n, float v) {
+        if (r < ROWS) partial[(warp % FIRST_PARTS * IMAGES + n) * ROWS + r] = v;
+    });
 #if CLUSTER > 1
     cluster_wait();                                // the peers run and their barriers are initialized: their shared memory may be written
 #endif
-#if POOL
-    const u16 mean = pack1(total * p.factor);
+    __syncthreads();
+    for (int begin = 0; begin < IMAGES * ROWS; begin += THREADS) {
+        const int i = min(begin + int(threadIdx.x), IMAGES * ROWS - 1), n = i / ROWS, r = i % ROWS;
+        const u16 y = hidden_of(r, sum_of<FIRST_PARTS>(partial + i, IMAGES * ROWS));
+        u16* const at = hidden + n * HIDDEN_PITCH + row + r;
 #if CLUSTER > 1
-    const u32 pair = mean | __shfl_down_sync(0xffffffffu, u32(mean), 1) << 16;     // ``own`` is even
-    if (int(threadIdx.x) < own && lane % 2 == 0)
-        for (int r = 0; r < CLUSTER; r++) cluster_send(smem_address(x + channel + threadIdx.x), means_met, r, pair);
+        const u32 pair = y | __shfl_xor_sync(0xffffffffu, u32(y), 1) << 16;
+        if (i == begin + int(threadIdx.x) && lane % 2 == 0 && row + r < WHOLE)
+            for (int to = 0; to < CLUSTER; to++) cluster_send(smem_address(at), met, to, pair);
 #else
-    if (int(threadIdx.x) < own) x[channel + threadIdx.x] = mean;
-#endif
-    meet(means_met);
-#endif
-    for (int r = warp; r < rows; r += WARPS) {
-        float sum = 0.0f;
-        for (int k = lane * 8; k < p.depth; k += 256) add_products(sum, x + k, first + r * p.depth + k);
-        #pragma unroll
-        for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-        const float y = unpack1(pack1(between_one(sum, first_bias[r], 0.0f)));
-#if CLUSTER > 1
-        if (lane < CLUSTER) cluster_send(smem_address(hidden + row + r), hidden_met, lane, __float_as_uint(y));
-#else
-        if (lane == 0) hidden[row + r] = y;
+        *at = y;
 #endif
     }
-    meet(hidden_met);
-    for (int begin = 0; begin < columns; begin += THREADS / PART) {
-        const int c = begin + int(threadIdx.x) / PART;
-        float sum = 0.0f;
-        for (int k = lane % PART * 8; k < p.hidden && c < columns; k += PART * 8) {
-            const Packed<8> w = load_packed<8>(second + c * p.hidden + k);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(element(w, i), hidden[k + i], sum);
-        }
-        #pragma unroll
-        for (int mask = PART / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-        if (lane % PART == 0 && c < columns)
-            p.output[(long long)image * p.out_pitch + column + c] = pack1(epilogue(sum, second_bias[c], 0.0f));
-    }
+#endif
+#if CLUSTER > 1
+    barrier_wait_cluster(met, 0);
+#endif
+    __syncthreads();
+
+    auto store = [&](int c, int n, float v) {
+        if (c < columns && image + n < p.images) p.output[(long long)(image + n) * p.out_pitch + column + c] = pack1(epilogue(v, second_bias[c], 0.0f));
+    };
+#if SECOND_PARTS == 1
+    multiply_vectors(second, hidden, HIDDEN_PITCH, HIDDEN_CHUNKS, warp, lane, store);
+#else
+    multiply_vectors(second, hidden, HIDDEN_PITCH, HIDDEN_CHUNKS, warp, lane, [&](int c, int n, float v) {
+        if (c < COLUMNS) partial[(warp % SECOND_PARTS * IMAGES + n) * COLUMNS + c] = v;
+    });
+    __syncthreads();
+    for (int i = threadIdx.x; i < IMAGES * COLUMNS; i += THREADS)
+        store(i % COLUMNS, i / COLUMNS, sum_of<SECOND_PARTS>(partial + i, IMAGES * COLUMNS));
+#endif
 }
