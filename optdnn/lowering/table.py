@@ -40,7 +40,7 @@ from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.chained import ChainedGemm
 from optdnn.kernels.gemm.gated import GatedGemm
 from optdnn.kernels.gemm.gemv import Gemv
-from optdnn.kernels.gemm.gemv_pair import GemvPair
+from optdnn.kernels.gemm.gemv_pair import GemvPair, GemvPairRows
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
@@ -120,6 +120,7 @@ _PRODUCTS: tuple[Tactic, ...] = (
     RowProduct(),
     Gemv(),
     ChainedGemm(),
+    GemvPairRows(),
     NormedPair(),
     PairedGemm(),
     NormedTurnedGemm(),

@@ -110,7 +110,7 @@ def by_wgmma(problem: Any, gpu: Any) -> Any:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
-    "a gate": {"gemm.gemv_pair.GemvPair.defer": _never},
+    "a gate": {"gemm.gemv_pair.VectorPair.defer": _never},
     "a gate of ten images": {"gemm.gemv_pair_kernel.IMAGES": (8,)},
     "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
     "narrow groups": {"conv.general.BandedConv.defer": _always},

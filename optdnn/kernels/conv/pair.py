@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-from optdnn.ir.epilogue import Epilogue
+from optdnn.ir.epilogue import Epilogue, summed_dtype
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
@@ -54,6 +54,8 @@ class ConvPair(Tactic):
     """Features of Hopper that the kernel needs."""
     kinds: ClassVar[tuple[Kind, Kind]]
     """Kinds of the first and of the second convolution."""
+    wide: ClassVar[bool] = False
+    """Whether the launch may store its result in fp32."""
 
     def find_first(self, graph: Graph, op: Op) -> Op | None:
         """The first convolution, whose result ``op`` reads; None if the two are not of these kinds."""
@@ -76,7 +78,7 @@ class ConvPair(Tactic):
         first = self.find_first(b.graph, op)
         if first is None:
             return f"its input is not the result of a {self.kinds[0].words}"
-        dtype = op.outputs[0].type.dtype
+        dtype = summed_dtype(b.graph, op) if self.wide else op.outputs[0].type.dtype
         if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
             return "it is for 16-bit floats"
         for conv in (first, op):

@@ -1,4 +1,4 @@
-"""Two successive 1x1 convolutions of one pixel per image in one launch: the gate of squeeze-and-excitation.
+"""Two successive products of few vectors in one launch: the gate of squeeze-and-excitation, or a small perceptron.
 
 The launch is emitted at the second one. The cost model (:meth:`GemvPair.defer`) predicts, or the autotuner measures, whether two
 launches are faster.
@@ -7,6 +7,7 @@ launches are faster.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,13 +19,17 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.depthwise_cost import FINISH
-from optdnn.kernels.conv.fused import bias_row
+from optdnn.kernels.conv.fused import bias_row, conv_attrs
 from optdnn.kernels.conv.hopper import bias_of
-from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars
+from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, Kind, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
+from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal, rows_of
+from optdnn.kernels.gemm.normed import NormedGemm
+from optdnn.kernels.gemm.paired import multiplier
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Offer, kernel_offers
@@ -52,20 +57,32 @@ def _apart(problem: pair.Problem, gpu: GpuFacts) -> float:
     return sum(min((o.predicted for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
 
 
-class GemvPair(ConvPair):
-    """Two products of vectors of 16-bit floats, on Hopper."""
+class VectorPair(ConvPair):
+    """Two products of vectors of 16-bit floats with constant matrices, on Hopper."""
 
     name = "gemv_pair_sm90"
     needs = "clusters"
-    kinds = ONE_PIXEL, ONE_PIXEL
+    axis: ClassVar[int]
+    """The axis of the channels."""
+    wide = True
     row_invariant: ClassVar[bool] = False
     """More images run by other tactics, which sum in another order."""
 
+    @staticmethod
+    @abstractmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        """The matrix (channels, depth), and the row that is added."""
+
+    @staticmethod
+    @abstractmethod
+    def vectors(x: TensorView) -> TensorView | None:
+        """A tensor as NCHW of images of one pixel; None if its vectors are not contiguous."""
+
     def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
-        if b.result(op.value).strides[1] != 1:
+        if self.vectors(b.result(op.value)) is None:
             return "the channels of its result are not contiguous"
-        if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
-            return "what follows one of the convolutions is more than an activation"
+        if any(ep.rest or ep.residual is not None for ep in self.epilogues(b, first, op)):
+            return "what follows one of the products is more than an activation"
         if not kernel_offers(pair, self.problem(b, op), b.gpu):
             return pair.refuse(
                 self.problem(b, op), pair.Config(pair.CLUSTERS[-1], cluster=True), shared=b.gpu.shared_per_block
@@ -78,20 +95,36 @@ class GemvPair(ConvPair):
         two = _apart(problem, gpu) + (FINISH if problem.tiles else 0.0)
         return two_are_better(kernel_offers(pair, problem, gpu)[0].predicted, two, GAIN)
 
+    def epilogues(self, b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
+        """The stages after each product."""
+        return (
+            plan_epilogue(b.graph, first, channel_axis=self.axis, allow_residual=False),
+            plan_epilogue(b.graph, op, channel_axis=self.axis, allow_residual=False, allow_wide=True),
+        )
+
     def source(self, b: Builder, op: Op) -> TensorView:
-        """The launch's input: one vector per image."""
-        return _vectors(b, op, b.operand(self.first(b.graph, op).inputs[0]))
+        """The launch's input: one vector per image, in place or as a copy."""
+        given = b.operand(self.first(b.graph, op).inputs[0])
+        x = self.vectors(given)
+        if x is not None and x.offset % 8 == 0 and _pitch(x) % 8 == 0:
+            return x
+        copy = copied(b, op, given, "vectors", channels_last(given.shape, given.shape[1]) if self.axis == 1 else None)
+        found = self.vectors(copy)
+        assert found is not None
+        return found
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
         """The kernel's problem. If a convolution may store the sums of tiles, their number is a guess until it is planned."""
-        first = self.first(b.graph, op)
-        (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
-        between, ep = _epilogues(b, first, op)
-        images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
+        first, out = self.first(b.graph, op), op.outputs[0].type
+        (hidden, depth), (channels, _) = (self.factors(b, x)[0].shape[:2] for x in (first, op))
+        between, ep = self.epilogues(b, first, op)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
         pixels = _pixels(b, first) if _summed(b, first) else 0
-        tiles = -(-pixels // TILE)
-        return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, tiles)
+        images = math.prod(out.static_shape) // channels
+        dtype, result = map_dtype(first.outputs[0].type.dtype), map_dtype(out.dtype)
+        return pair.Problem(
+            images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, -(-pixels // TILE), result
+        )
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations. Each one sums in the same order for any number of images."""
@@ -109,34 +142,86 @@ class GemvPair(ConvPair):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         first, problem = self.first(b.graph, op), self.problem(b, op)
-        between, ep = _epilogues(b, first, op)
-        sums, out = self.sums(b, op, problem, config), b.target(op.value)
+        sums, out = self.sums(b, op, problem, config), self.vectors(b.target(op.value))
+        assert out is not None
         if sums is not None:
             x, problem = sums, _of_sums(b, first, problem, sums)
         else:
             x, problem = self.source(b, op), replace(problem, pixels=0, tiles=0)
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
-        for name, conv, stages in (("first", first, between), ("second", op, ep)):
-            weight = b.weights(conv)
+        attrs: dict[str, Any] = {"through": problem.dtype}
+        for name, product, stages in zip(("first", "second"), (first, op), self.epilogues(b, first, op), strict=True):
+            weight, added = self.factors(b, product)
             rows, depth = weight.shape[:2]
             shape = (rows, up(depth, 8))
             dense = b.kept.once(("gemv_pair", shape), [weight], partial(_filled, weight, shape))
-            operands[name] = b.constant(dense, f"{conv.outputs[0].name}.weights")
-            bias = operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), shape[0])
+            operands[name] = b.constant(dense, f"{product.outputs[0].name}.weights")
+            bias = operands[f"{name}_bias"] = bias_row(b, product, stages.added_to(added), rows)
+            if name == "second":
+                attrs["operands"] = len(reads)
             reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
             reads += scalars(b, stages)
-        attrs = pair_attrs(first, op, between, ep, problem.dtype)
+            held = conv_attrs(conv_maps.POINTWISE, 1, stages.stages)
+            attrs |= {f"{name}_{k}": v for k, v in held.items()}
         if sums is not None:
-            attrs, pitch = attrs | {"pixels": problem.pixels}, problem.depth
-        else:
-            pitch = _pitch(x)
-        made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
+            attrs["pixels"] = problem.pixels
+        made = pair.launch(problem, config, b.gpu, _pitch(x) if sums is None else problem.depth, _pitch(out))
         kind, covers = "SeparableConv" if sums is None else "ExcitationGate", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
 
 
-GATE = GemvPair()
+class GemvPair(VectorPair):
+    """Two 1x1 convolutions of one pixel per image."""
+
+    kinds = ONE_PIXEL, ONE_PIXEL
+    axis = 1
+
+    @staticmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        return b.weights(op)[:, :, 0, 0], bias_of(b, op)
+
+    @staticmethod
+    def vectors(x: TensorView) -> TensorView | None:
+        return x if x.strides[1] == 1 else None
+
+
+def _is_row_product(graph: Graph, op: Op) -> bool:
+    if op.kind not in ("MatMul", "Gemm") or not op.outputs[0].type.is_static:
+        return False
+    weight = graph.constant_value(op.inputs[1])
+    return weight is not None and weight.ndim == 2
+
+
+ROW_PRODUCT = Kind("matrix product", _is_row_product)
+
+
+class GemvPairRows(VectorPair):
+    """Two MatMuls or Gemms of rows."""
+
+    kinds = ROW_PRODUCT, ROW_PRODUCT
+    axis = -1
+
+    def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
+        for product in (first, op):
+            if (why := product_refusal(b, product)) is not None:
+                return f"{product.name}: {why}"
+            if multiplier(b.graph, product) is not None:
+                return f"another product of the same rows multiplies {product.name}"
+        if NormedGemm().refuse(b, first) is None:
+            return "the norm before it takes no launch of its own"
+        return super().unfit(b, op, first)
+
+    @staticmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        return MatrixProduct.factors(b, op)
+
+    @staticmethod
+    def vectors(x: TensorView) -> TensorView | None:
+        return rows_of(x, aligned=False)
+
+
+GATES = (GemvPair(), GemvPairRows())
 
 
 def _means(graph: Graph, first: Op) -> Op | None:
@@ -184,9 +269,9 @@ def adds_sums(b: Builder, pool: Op) -> bool:
     while first is not None and _keeps_vectors(b.graph, first):
         first = b.graph.sole_user(first.value)
     op = None if first is None else b.graph.sole_user(first.value)
-    if first is None or op is None or GATE.find_first(b.graph, op) != first:
+    if first is None or op is None:
         return False
-    return GATE.refuse(b, op) is None and GATE.defer(b, op) is None
+    return any(g.find_first(b.graph, op) == first and g.refuse(b, op) is None and g.defer(b, op) is None for g in GATES)
 
 
 def _summed(b: Builder, first: Op) -> bool:
@@ -194,19 +279,6 @@ def _summed(b: Builder, first: Op) -> bool:
     pool = _means(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
     return source is not None and source.kind == "Conv" and source.attrs.group > 1 and _pixels(b, first) > WHOLE
-
-
-def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
-    return (
-        plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False),
-        plan_epilogue(b.graph, op, channel_axis=1, allow_residual=False),
-    )
-
-
-def _vectors(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """The images' vectors as the kernel reads them: in place, or as a copy."""
-    whole = x.strides[1] == 1 and x.offset % 8 == 0 and _pitch(x) % 8 == 0
-    return x if whole else copied(b, op, x, "vectors", channels_last(x.shape, x.shape[1]))
 
 
 def _pitch(x: TensorView) -> int:

@@ -56,6 +56,8 @@ class Problem:
     """Pixels of an image: the vectors are the means over them."""
     tiles: int = 0
     """Tiles of an image, with the fp32 sums that the launch reads; 0: it reads vectors."""
+    out: str = ""
+    """Type of the result: "float32", or that of the operands ("")."""
 
 
 @dataclass(frozen=True, order=True)
@@ -128,6 +130,8 @@ def refuse(
         return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"the kernel takes 16-bit floats, not {problem.dtype}"
+    if problem.out not in ("", problem.dtype, "float32"):
+        return f"the kernel does not store {problem.out}"
     if problem.depth % 8:
         return f"vectors of {problem.depth} elements are no multiples of 8"
     if any(render.uses_residual(stages) for stages in (problem.between, problem.epilogue)):
@@ -148,7 +152,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     rows, columns = shares(problem, config)
     sizes = {
         "WARPS": config.warps, "DEPTH": problem.depth, "HIDDEN": problem.hidden, "CHANNELS": problem.channels, "ROWS": rows, "COLUMNS": columns,
-        "IMAGES": config.images, "CLUSTER": config.blocks if config.cluster else 1, "POOL": int(problem.tiles > 0),
+        "IMAGES": config.images, "FLOAT_RESULT": int(problem.out == "float32"), "CLUSTER": config.blocks if config.cluster else 1, "POOL": int(problem.tiles > 0),
         "LINES": lines, "AHEAD": max(1, ahead),
         "FIRST_PARTS": first.parts, "FIRST_CHUNKS": first.chunks,
         "SECOND_PARTS": second.parts, "SECOND_TILES": second.tiles, "SECOND_CHUNKS": second.chunks,

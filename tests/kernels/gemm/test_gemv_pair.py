@@ -30,6 +30,7 @@ from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering.choose import TacticChoice
+from optdnn.ops.gemm import GemmAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.expected import expected_steps
@@ -51,6 +52,24 @@ def excited(
     return n.done(y if out else n.conv(n.op("Mul", x, y), 16, 1, pads=0))
 
 
+def perceptron(*shape: int, hidden: int = 24, out: int = 40, matmul: bool = False, **attrs: Any) -> Graph:
+    """Two products of rows with constant matrices."""
+    n = Net()
+    x = n.op("Tanh", n.input(*shape))
+    for size, activation in ((hidden, "Relu"), (out, "Sigmoid")):
+        x = n.op(activation, n.matmul(x, size) if matmul else n.gemm(x, size, **attrs))
+    return n.done(x)
+
+
+def dense_gate(images: int = 2) -> Graph:
+    """Squeeze-and-excitation whose products are of rows, as Keras and many PyTorch networks write it."""
+    n = Net()
+    x = n.conv(n.conv(n.input(images, 8, 40, 36), 64), 64, group=64)
+    y = n.op("Reshape", n.op("GlobalAveragePool", x), n.ints(images, 64))
+    y = n.op("Sigmoid", n.gemm(n.op("Relu", n.gemm(y, 16)), 64, trans_b=True))
+    return n.done(n.conv(n.op("Mul", x, n.op("Reshape", y, n.ints(images, 64, 1, 1))), 16, 1, pads=0))
+
+
 NETS: dict[str, Callable[[], Graph]] = {
     "squeeze-and-excitation": excited,
     "one image": lambda: excited(images=1),
@@ -61,6 +80,11 @@ NETS: dict[str, Callable[[], Graph]] = {
     "other channels": lambda: excited(out=20),
     "ten hidden": lambda: excited(hidden=10, activation="Swish"),
     "sums": lambda: excited(images=1, size=(40, 36)),
+    "rows": lambda: perceptron(5, 72),
+    "rows, scaled": lambda: perceptron(3, 72, out=33, trans_b=True, alpha=2.0, beta=0.5),
+    "rows of a sequence": lambda: perceptron(2, 3, 64, matmul=True),
+    "one row": lambda: perceptron(1, 776, hidden=100, out=2, bias=False),
+    "sums, products of rows": dense_gate,
     "ten images": lambda: excited(images=10, size=(24, 20)),
     "sums, many channels": lambda: excited(240, 10, images=2, size=(40, 36), activation="Swish"),
 }
@@ -69,7 +93,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the cost model choose one launch everywhere."""
-    monkeypatch.setattr(tactic.GemvPair, "defer", lambda *given: None)
+    monkeypatch.setattr(tactic.VectorPair, "defer", lambda *given: None)
 
 
 @pytest.mark.slow
@@ -79,7 +103,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
-    assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
+    assert sum(node.startswith(("Conv", "Gemm", "MatMul")) for node in step.src) == 2, "both products are named"
     tiled = any(s.params["op"]["kind"] == "ConvSqueeze" and s.params["op"]["attrs"]["tile"] for s in program.steps)
     assert tiled or not name.startswith("sums")
     assert step.params["op"]["kind"] == ("ExcitationGate" if tiled else "SeparableConv")
@@ -160,6 +184,44 @@ def test_refused_with_its_reason(name: str) -> None:
     check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
 
 
+def normed(n: Net) -> list[Value]:
+    x = n.gemm(n.op("Tanh", n.input(128, 64)), 512)
+    x = n.op("LayerNormalization", x, n.random(512), n.random(512))
+    return [n.gemm(n.op("Relu", n.gemm(x, 64)), 64)]
+
+
+def gated(n: Net) -> list[Value]:
+    x = n.input(4, 64)
+    return [n.gemm(n.op("Mul", n.op("Swish", n.gemm(x, 64)), n.gemm(x, 64)), 64)]
+
+
+REFUSED_ROWS: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
+    "a computed matrix": (
+        lambda n: [n.op("MatMul", n.gemm(n.input(4, 64), 64), n.input(64, 8, name="w"))],
+        "with constant weights",
+    ),
+    "a transposed operand": (
+        lambda n: [n.gemm(n.op("Gemm", n.input(64, 4), n.random(64, 16), attrs=GemmAttrs(transA=1)), 8)],
+        "its first operand is transposed",
+    ),
+    "one alone": (lambda n: [n.gemm(n.input(4, 64), 64)], "not the result of a matrix product"),
+    "an addition": (
+        lambda n: [n.op("Add", n.gemm(n.gemm(n.input(4, 64), 64), 64), n.input(4, 64, name="z"))],
+        "more than an activation",
+    ),
+    "odd sizes": (lambda n: [n.gemm(n.gemm(n.input(4, 63), 64), 64)], "vectors of 63 elements"),
+    "a norm": (normed, "the norm before it takes no launch"),
+    "gated": (gated, "another product of the same rows multiplies"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ROWS)
+@pytest.mark.usefixtures("chosen")
+def test_products_of_rows_are_refused_with_their_reason(name: str) -> None:
+    build, reason = REFUSED_ROWS[name]
+    check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
+
+
 @pytest.mark.parametrize(("options", "reason"), OTHER_MACHINES_AND_TYPES)
 @pytest.mark.usefixtures("chosen")
 def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: str) -> None:
@@ -183,6 +245,7 @@ P = pair.Problem(2, 64, 16, 64)
         (replace(P, dtype="float32"), pair.Config(8), "16-bit floats"),
         (replace(P, depth=60), pair.Config(8), "multiples of 8"),
         (replace(P, epilogue=(("bias",), ("add",))), pair.Config(8), "nothing is added"),
+        (replace(P, out="int8"), pair.Config(8), "does not store int8"),
         (P, pair.Config(3), "3 blocks are no configuration"),
         (P, pair.Config(1, cluster=True), "1 blocks are no configuration"),
         (replace(P, hidden=264), pair.Config(8), "272 elements of the hidden vector are too many"),
@@ -218,6 +281,7 @@ def computed(problem: pair.Problem, config: pair.Config, x: Array, vectors: Arra
     rng, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
     depth, hidden, channels, images = problem.depth, problem.hidden, problem.channels, problem.images
     made = pair.launch(problem, config, HOPPER, x.shape[-1], channels + 8)
+    result = np.float32 if problem.out else kind
     text = made.recipe.generated["generated.cuh"].split("DEVICE void multiply")[0]
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=["vectors.cuh"])
@@ -226,7 +290,7 @@ def computed(problem: pair.Problem, config: pair.Config, x: Array, vectors: Arra
     second[:, :hidden] = rng.standard_normal((channels, hidden)) / hidden**0.5
     biases = [rng.standard_normal(size).astype(np.float32) for size in (hidden, channels)]
     arrays = {"x": x, "first": first, "second": second, "first_bias": biases[0], "second_bias": biases[1],
-              "output": np.full((images, channels + 8), 7, kind)}  # fmt: skip
+              "output": np.full((images, channels + 8), 7, result)}  # fmt: skip
     held = {name: emulated.aligned(a) for name, a in arrays.items()}
     emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
     between = np.maximum(vectors.astype(np.float32) @ first.astype(np.float32).T + biases[0], 0)
@@ -249,10 +313,15 @@ STAGES = (("bias",), ("relu",)), (("bias",), ("sigmoid",))
         ((9, 336, 84, 200), pair.Config(4, cluster=True, images=8, warps=8)),
         ((2, 2048, 128, 2048), pair.Config(16, cluster=True, warps=8)),
         ((1, 40, 8, 600), pair.Config(1)),
+        ((3, 72, 24, 2), pair.Config(1, warps=8)),
     ],
 )
 def test_the_kernel_on_a_processor(sizes: tuple[int, ...], config: pair.Config, dtype: str, tmp_path: Path) -> None:
-    problem, kind = pair.Problem(*sizes, *STAGES, dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    out = "float32" if sizes[-1] == 2 else ""
+    problem, kind = (
+        pair.Problem(*sizes, *STAGES, dtype, out=out),
+        ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16,
+    )
     assert pair.refuse(problem, config) is None
     x = np.random.default_rng(1).standard_normal((problem.images, problem.depth + 8)).astype(kind)
     got, want = computed(problem, config, x, x[:, : problem.depth], tmp_path)
@@ -302,14 +371,14 @@ def test_kernels_compile_without_spills(problem: pair.Problem, config: pair.Conf
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_every_configuration_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, offered, configs = NETS[name](), set[str](), tactic.GemvPair.configs
+    graph, offered, configs = NETS[name](), set[str](), tactic.VectorPair.configs
 
     def noted(*given: Any) -> Sequence[Offer]:
         found = configs(*given)
         offered.update(str(o.config) for o in found)
         return found
 
-    monkeypatch.setattr(tactic.GemvPair, "configs", noted)
+    monkeypatch.setattr(tactic.VectorPair, "configs", noted)
     plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"].startswith("gemv_pair") and not t.get("dropped")]
     assert len(offered) > 4

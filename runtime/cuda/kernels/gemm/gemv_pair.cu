@@ -14,7 +14,7 @@
 //
 // generated.cuh defines WARPS, IMAGES (a power of two, at most 8), CLUSTER (1: blocks exchange nothing), DEPTH (a multiple of 8), HIDDEN,
 // CHANNELS; ROWS and COLUMNS (rows of the hidden vector, and columns of the result, per block; multiples of 16); POOL, LINES (threads that
-// add up the sums of a channel) and AHEAD (loads that each has in flight); of the first product FIRST_PARTS (warps that share the K of a tile
+// add up the sums of a channel), FLOAT_RESULT (results are fp32) and AHEAD (loads that each has in flight); of the first product FIRST_PARTS (warps that share the K of a tile
 // of 16 rows) and FIRST_CHUNKS (most of a warp), of the second SECOND_PARTS, SECOND_CHUNKS and SECOND_TILES (most of a warp);
 // between_one(), epilogue() and multiply().
 #include "vectors.cuh"
@@ -26,13 +26,21 @@ constexpr int DEPTH_CHUNKS = (DEPTH + 31) / 32, HIDDEN_CHUNKS = (HIDDEN + 31) / 
 constexpr int X_PITCH = (DEPTH_CHUNKS | 1) * 32, HIDDEN_PITCH = (HIDDEN_CHUNKS | 1) * 32;     // lanes of a warp read different banks
 constexpr int WHOLE = (HIDDEN + 15) / 16 * 16, SECOND_PITCH = (HIDDEN + 7) / 8 * 8;
 
+#if FLOAT_RESULT
+typedef float Result;
+DEVICE Result result_of(float v) { return v; }
+#else
+typedef u16 Result;
+DEVICE Result result_of(float v) { return pack1(v); }
+#endif
+
 struct Params {
     const void* x;                                 // [images][x_pitch]; POOL: [images][tiles][x_pitch] in fp32
     const u16* first;                              // [HIDDEN][DEPTH]
     const float* first_bias;                       // [HIDDEN]
     const u16* second;                             // [CHANNELS][SECOND_PITCH]
     const float* second_bias;                      // [CHANNELS]
-    u16* output;                                   // [images][out_pitch]
+    Result* output;                                // [images][out_pitch]
     int images, blocks, x_pitch, out_pitch;
     int tiles;                                     // POOL: sums per channel
     float factor;                                  // sum * factor is the mean
@@ -230,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     __syncthreads();
 
     auto store = [&](int c, int n, float v) {
-        if (c < columns && image + n < p.images) p.output[(long long)(image + n) * p.out_pitch + column + c] = pack1(epilogue(v, second_bias[c], 0.0f));
+        if (c < columns && image + n < p.images) p.output[(long long)(image + n) * p.out_pitch + column + c] = result_of(epilogue(v, second_bias[c], 0.0f));
     };
 #if SECOND_PARTS == 1
     multiply_vectors(second, hidden, HIDDEN_PITCH, HIDDEN_CHUNKS, warp, lane, store);
