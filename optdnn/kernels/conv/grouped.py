@@ -117,7 +117,9 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool = True) -> Problem:
-        (batch, channels, *_), source, dense = c.out.shape, c.feed.source, c.feed.bands == 1
+        (batch, channels, *_), dense = c.out.shape, c.feed.bands == 1
+        # The tensor's own channels: its tensor map fills a chunk's further ones with zeros, and memory there may hold anything.
+        source = replace(c.feed.source, channels=c.feed.x.shape[1])
         read, written = conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
         added = 0 if c.residual is None else conv_maps.pitch_of(c.residual)
         assert read is not None
@@ -125,7 +127,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         assert added is not None
         pool = self.pool(b, op) if squeeze else None
         return Problem(
-            batch, source if dense else replace(source, channels=channels), c.feed.bands, (("bias",), *c.ep.rendered),
+            batch, source, c.feed.bands, (("bias",), *c.ep.rendered),
             map_dtype(c.out.dtype), pool is not None, (read, written, added), channels if dense else 0,
             pool is not None and adds_sums(b, pool),
         )  # fmt: skip

@@ -36,7 +36,7 @@ from optdnn.kernels.tactic import Offer, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
-GAIN = 0.5
+GAIN = 0.6
 """One launch must be predicted to take at most this fraction of the time of two. Two convolutions of one pixel take about 0.6 of their
 prediction, since the second one hardly waits for the first."""
 TILE, WHOLE = 32, 64

@@ -12,7 +12,9 @@ from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.conv import grouped_kernel
 from optdnn.kernels.conv.narrow import NarrowConv
+from optdnn.kernels.launch import Launch
 from optdnn.lowering.choose import TacticChoice
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.target_name import TargetName
@@ -37,6 +39,7 @@ CASES: dict[str, Graph] = {
     "16 to 32, stride 2": net(16, 32, strides=2),
     "18 to 18, residual": net(18, 18, residual=True),
     "8 to 16, 5x5": net(8, 16, kernel=5),
+    "13 to 16": net(13, 16),
 }
 
 
@@ -51,6 +54,18 @@ def rows_of(program: Any) -> dict[str, Any]:
 def test_the_launch_means_the_convolution(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NarrowConv, "defer", lambda *given: None)
     assert rows_of(check_simulated(CASES[name], precision))["tactic"] == NarrowConv.name
+
+
+@pytest.mark.parametrize("channels", [5, 18])
+def test_channels_beyond_the_last_are_zeros(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels begin at multiples of 16 bytes. What lies between them may be NaN, so the tensor map must end at the last channel."""
+    made: list[Launch] = []
+    launch = grouped_kernel.launch
+    monkeypatch.setattr(grouped_kernel, "launch", lambda *given: made.append(launch(*given)) or made[-1])
+    monkeypatch.setattr(NarrowConv, "defer", lambda *given: None)
+    lowered(net(channels, 16), "fp16")
+    (shape,) = [m.shape for m in made[0].maps if m.operand == "input"]
+    assert (shape[0], made[0].maps[0].box[0] % 8) == (channels, 0)
 
 
 def test_the_cost_model_decides() -> None:

@@ -180,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     if (threadIdx.x == 0) {
         barrier_init(met, 1);
         barrier_init_fence();
-        barrier_expect(met, 2 * IMAGES * WHOLE);
     }
     cluster_arrive_relaxed();
 #endif
@@ -216,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
         if (r < ROWS) partial[(warp % FIRST_PARTS * IMAGES + n) * ROWS + r] = v;
     });
 #if CLUSTER > 1
+    if (threadIdx.x == 0) barrier_expect(met, 2 * IMAGES * WHOLE);
     cluster_wait();                                // the peers run and their barriers are initialized: their shared memory may be written
 #endif
     __syncthreads();
