@@ -69,9 +69,13 @@ static u32 count_arrival(u32* count) { return (*count)++; }
 struct Copy { u32 target; const void* source; int bytes, whole; };
 static std::vector<std::vector<Copy>> copies[MOST];
 
+static unsigned awaiting;                              // threads that wait for what other blocks send
+static bool unfinished;                                // whether a block ended there
+
 static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another, or go beyond shared memory
     fibers.entry = run_fiber;
     memset(memory, 0xff, SHARED);
+    awaiting = 0;
     for (unsigned t = 0; t < threads; t++) {
         fibers.make(t);
         meeting[t] = RUNNING;
@@ -108,6 +112,7 @@ static bool run_block(unsigned threads) {              // false where threads of
         for (unsigned t = 0; t < threads; t++) block |= meeting[t] == BLOCK, ended |= meeting[t] == ENDED;
         if (block && ended) return false;
         polled = moved || found != before ? 0 : polled + 1;
+        if (polled > 2 && awaiting) return unfinished = true;
         if (polled > 2) return false;                  // nobody will come
     }
     for (unsigned t = 0; t < threads; t++)
@@ -424,12 +429,12 @@ static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
 template <int PENDING> static void copies_wait_but();
 
-// Clusters whose blocks send one another numbers, once. Several groups of warps may wait, each with a barrier of its own. The blocks run one after another, and twice: first for what they send (they end
-// where they wait for what others send), then with what was sent to them.
-struct Sent { u32 target, barrier, bytes; u8 v[16]; };
-static std::vector<Sent> sent[16];
+// Clusters whose blocks send one another numbers. Several groups of warps may wait, each with a barrier of its own. The blocks run one after
+// another, in rounds: with what all blocks sent in the round before, until each of them ends.
+struct Sent { u32 target, barrier, bytes; u8 v[16]; bool received; };
+enum { MOST_ROUNDS = 4 };
+static std::vector<Sent> sent[16], incoming[16];
 static unsigned cluster_blocks = 1;                    // of each
-static bool sending, received;
 static inline u32 cluster_rank() { return blockIdx.x % cluster_blocks; }
 static inline u32 cluster_map(u32 address, u32 rank) { return address | rank << 24; }
 static inline void cluster_arrive_relaxed() {}
@@ -437,9 +442,9 @@ static inline void cluster_wait() {}
 static inline void cluster_wait_together() {}
 static void cluster_store(u32 address, u32 barrier, const void* v, u32 bytes) {
     if (address >> 24 != barrier >> 24 || address >> 24 >= cluster_blocks) abort();
-    Sent s = {address & 0xffffff, barrier & 0xffffff, bytes, {}};
+    Sent s = {address & 0xffffff, barrier & 0xffffff, bytes, {}, false};
     memcpy(s.v, v, bytes);
-    if (sending) sent[address >> 24].push_back(s);
+    sent[address >> 24].push_back(s);
 }
 static inline void cluster_store_async(u32 address, u32 barrier, const float* v) { cluster_store(address, barrier, v, 16); }
 static inline void cluster_store_async(u32 address, u32 barrier, u32 v) { cluster_store(address, barrier, &v, 4); }
@@ -447,27 +452,32 @@ template <class V> static void cluster_send(u32 address, u32 barrier, u32 rank, 
     cluster_store_async(cluster_map(address, rank), cluster_map(barrier, rank), v);
 }
 static void barrier_wait_cluster(u32 barrier, u32 parity) {
-    if (sending) meet(ENDED);
-    for (const Sent& s : sent[cluster_rank()]) {
-        if (received) break;
+    for (Sent& s : incoming[cluster_rank()]) {
+        if (s.barrier != barrier || s.received) continue;
         if (s.target % s.bytes || s.target + s.bytes > SHARED) abort();
         memcpy(memory + s.target, s.v, s.bytes);
-        barrier_at(s.barrier).bytes -= int(s.bytes);
+        barrier_at(barrier).bytes -= int(s.bytes);
+        s.received = true;
     }
-    if (!received)
-        for (const Sent& s : sent[cluster_rank()]) settle(barrier_at(s.barrier));
-    received = true;
-    barrier_wait(barrier, parity);
+    settle(barrier_at(barrier));
+    awaiting++;
+    while ((barrier_at(barrier).phase & 1) == parity) meet(POLL);
+    awaiting--;
+    found++;
 }
 static bool run_cluster(unsigned x, unsigned y, unsigned z, unsigned threads) {
-    for (auto& mail : sent) mail.clear();
-    for (sending = cluster_blocks > 1;; sending = false) {
+    for (auto& mail : incoming) mail.clear();
+    for (unsigned round = 0; round < MOST_ROUNDS; round++) {
+        unfinished = false;
+        for (auto& mail : sent) mail.clear();
         for (unsigned i = 0; i < cluster_blocks; i++) {
-            blockIdx = {x + i, y, z}, received = false;
+            blockIdx = {x + i, y, z};
             if (!run_block(threads)) return false;
         }
-        if (!sending) return true;
+        if (!unfinished) return true;
+        for (unsigned i = 0; i < 16; i++) incoming[i] = sent[i];
     }
+    return false;
 }
 template <int PENDING> static void copies_wait_but() {
     auto& own = copies[threadIdx.x];                   // the last entry is the group that is not committed yet

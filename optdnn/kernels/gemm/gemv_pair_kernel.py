@@ -62,7 +62,8 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``blocks`` blocks take ``images`` images. ``cluster``: they share the hidden vector; otherwise each computes all of it."""
+    """``blocks`` blocks take ``images`` images. ``cluster``: they share the hidden vector and the means; otherwise each block
+    computes all of them."""
 
     blocks: int
     cluster: bool = False
@@ -105,9 +106,14 @@ def parts(problem: Problem, config: Config) -> tuple[Part, Part]:
     return divided(rows, problem.depth, config.warps), divided(columns, problem.hidden, config.warps)
 
 
+def own(problem: Problem, config: Config) -> int:
+    """Channels whose means a block computes: a multiple of 8."""
+    return -(-problem.depth // 8 // (config.blocks if config.cluster else 1)) * 8
+
+
 def pooling(problem: Problem, config: Config) -> tuple[int, int, int]:
     """How a block adds up sums of tiles: threads per channel, loads that each has in flight, and vectors of eight channels per thread."""
-    vectors = problem.depth // 8 * config.images
+    vectors = own(problem, config) // 8 * config.images
     lines = min(max(1, 32 * config.warps // vectors), MOST_LINES, max(1, problem.tiles))
     return lines, min(MOST_AHEAD, -(-problem.tiles // lines)), -(-vectors // (32 * config.warps))
 
@@ -153,7 +159,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     sizes = {
         "WARPS": config.warps, "DEPTH": problem.depth, "HIDDEN": problem.hidden, "CHANNELS": problem.channels, "ROWS": rows, "COLUMNS": columns,
         "IMAGES": config.images, "FLOAT_RESULT": int(problem.out == "float32"), "CLUSTER": config.blocks if config.cluster else 1, "POOL": int(problem.tiles > 0),
-        "LINES": lines, "AHEAD": max(1, ahead),
+        "OWN": own(problem, config), "LINES": lines, "AHEAD": max(1, ahead),
         "FIRST_PARTS": first.parts, "FIRST_CHUNKS": first.chunks,
         "SECOND_PARTS": second.parts, "SECOND_TILES": second.tiles, "SECOND_CHUNKS": second.chunks,
     }  # fmt: skip
@@ -181,7 +187,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     at_once = gpu.clusters_at_once(config.blocks) if config.cluster else gpu.multiprocessors // config.blocks
     waves = math.ceil(groups / max(1, at_once))
     weights = 2 * (rows * problem.depth + columns * problem.hidden)
-    vectors = config.images * problem.depth * (4 * problem.tiles if problem.tiles else 2)
+    vectors = config.images * (4 * problem.tiles * own(problem, config) if problem.tiles else 2 * problem.depth)
     seconds = LAUNCH_S + CHUNK_S * second.chunks + TILE_S * (second.tiles - 1) + WEIGHT_S * weights + VECTOR_S * vectors
     seconds += FULL_S * groups * config.blocks / gpu.multiprocessors + (waves - 1) * (
         WAVE_S + AGAIN_S * (weights + vectors)

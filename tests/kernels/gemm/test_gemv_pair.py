@@ -338,6 +338,7 @@ def test_the_kernel_on_a_processor(sizes: tuple[int, ...], config: pair.Config, 
         (2, 136, 500, 31, pair.Config(2, cluster=True)),
         (9, 240, 784, 8, pair.Config(1, images=8)),
         (9, 1032, 49, 2, pair.Config(2, images=8)),
+        (9, 1032, 49, 2, pair.Config(2, cluster=True, images=8, warps=8)),
     ],
 )
 def test_means_on_a_processor(

@@ -2,18 +2,18 @@
 //
 //   hidden[h] = round(between_one(sum_k first[h, k] x[k]))        out[c] = epilogue(sum_h second[c, h] hidden[h])
 //
-// ``blocks`` blocks take IMAGES images. Each block computes a share of the result. In a cluster it computes a share of the hidden vector,
-// too, and sends it to the other blocks; otherwise it computes the whole hidden vector. Weights are operand A of mma.sync, in registers. They
+// ``blocks`` blocks take IMAGES images. Each block computes a share of the result. In a cluster it computes a share of the hidden vector and
+// of the means, too, and sends them to the other blocks; otherwise it computes both by itself. Weights are operand A of mma.sync, in registers. They
 // are loaded before the producer of the vectors has ended: no kernel writes weights. The columns of operand B are images. 16-bit operands,
 // fp32 sums in a fixed order.
 //
 // A product's K is walked in chunks of 32. Lane t of four takes the elements 8 t .. 8 t + 7 of a chunk, of weights and vectors alike.
 //
-// POOL: the vectors hold the means of images' channels. Each block computes them from the sums of the images' tiles, which the previous
-// kernel has written.
+// POOL: the vectors hold the means of images' channels, computed from the sums of the images' tiles, which the previous kernel has written.
 //
 // generated.cuh defines WARPS, IMAGES (a power of two, at most 8), CLUSTER (1: blocks exchange nothing), DEPTH (a multiple of 8), HIDDEN,
-// CHANNELS; ROWS and COLUMNS (rows of the hidden vector, and columns of the result, per block; multiples of 16); POOL, LINES (threads that
+// CHANNELS; ROWS and COLUMNS (rows of the hidden vector, and columns of the result, per block; multiples of 16); POOL, OWN (channels whose
+// means a block computes, a multiple of 8), LINES (threads that
 // add up the sums of a channel), FLOAT_RESULT (results are fp32) and AHEAD (loads that each has in flight); of the first product FIRST_PARTS (warps that share the K of a tile
 // of 16 rows) and FIRST_CHUNKS (most of a warp), of the second SECOND_PARTS, SECOND_CHUNKS and SECOND_TILES (most of a warp);
 // between_one(), epilogue() and multiply().
@@ -123,23 +123,36 @@ DEVICE void add_eight(float (&sum)[8], const Eight& v) {
     sum[4] += v.high.x, sum[5] += v.high.y, sum[6] += v.high.z, sum[7] += v.high.w;
 }
 
-// Means of images from ``first`` on. A thread takes the sums of eight channels of tiles that are LINES apart, AHEAD at a time. ``partial``:
-// eight floats per thread.
-DEVICE void load_means(const Params& p, int first, u16* x, float* partial) {
-    constexpr int VECTORS = DEPTH / 8, ALL = IMAGES * VECTORS, WIDTH = ALL < THREADS ? ALL : THREADS;
+// Stores a pair of means of this block, or sends it to all blocks of the cluster.
+DEVICE void put_means(u16* at, u32 pair, u32 met) {
+#if CLUSTER > 1
+    for (int to = 0; to < CLUSTER; to++) cluster_send(smem_address(at), met, to, pair);
+#else
+    *reinterpret_cast<u32*>(at) = pair;
+#endif
+}
+
+// Means of images from ``first`` on, of the channels from ``begin`` on that the block computes. A thread takes the sums of eight channels of
+// tiles that are LINES apart, AHEAD at a time. ``partial``: eight floats per thread. ``met`` counts means from all blocks.
+DEVICE void load_means(const Params& p, int first, int begin, u16* x, float* partial, u32 met) {
+    constexpr int VECTORS = OWN / 8, ALL = IMAGES * VECTORS, WIDTH = ALL < THREADS ? ALL : THREADS;
     static_assert(LINES * WIDTH <= THREADS, "a thread has one line");
     const int line = threadIdx.x / WIDTH;
+#if CLUSTER > 1
+    if (LINES == 1) cluster_wait();                // the peers run and their barriers are initialized: their shared memory may be written
+#endif
     for (int v = threadIdx.x % WIDTH; v < ALL && line < LINES; v += WIDTH) {
-        const int image = v / VECTORS, channel = v % VECTORS * 8;
+        const int image = v / VECTORS, channel = begin + v % VECTORS * 8;
+        if (channel >= DEPTH) continue;
         const float* const from = static_cast<const float*>(p.x) + (long long)min(first + image, p.images - 1) * p.tiles * p.x_pitch + channel;
         float sum[8] = {};
-        for (int begin = line; begin < p.tiles; begin += AHEAD * LINES) {
+        for (int t = line; t < p.tiles; t += AHEAD * LINES) {
             Eight next[AHEAD];
             #pragma unroll
-            for (int k = 0; k < AHEAD; k++) next[k] = load_eight(from + min(begin + k * LINES, p.tiles - 1) * p.x_pitch);
+            for (int k = 0; k < AHEAD; k++) next[k] = load_eight(from + min(t + k * LINES, p.tiles - 1) * p.x_pitch);
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                if (begin + k * LINES >= p.tiles) break;
+                if (t + k * LINES >= p.tiles) break;
                 add_eight(sum, next[k]);
             }
         }
@@ -148,14 +161,19 @@ DEVICE void load_means(const Params& p, int first, u16* x, float* partial) {
             for (int i = 0; i < 8; i++) partial[(line * ALL + v) * 8 + i] = sum[i];
         } else {
             #pragma unroll
-            for (int i = 0; i < 8; i++) sum[i] *= p.factor;
-            store_packed<8>(x + image * X_PITCH + channel, pack<8>(sum));
+            for (int i = 0; i < 8; i += 2) put_means(x + image * X_PITCH + channel + i, pack2(sum[i] * p.factor, sum[i + 1] * p.factor), met);
         }
     }
     if (LINES == 1) return;
     __syncthreads();
-    for (int c = threadIdx.x; c < ALL * 8; c += THREADS)
-        x[c / DEPTH * X_PITCH + c % DEPTH] = pack1(sum_of<LINES>(partial + c, ALL * 8) * p.factor);
+#if CLUSTER > 1
+    cluster_wait();
+#endif
+    for (int c = threadIdx.x; c < ALL * 4; c += THREADS) {
+        const int image = c * 2 / OWN, channel = begin + c * 2 % OWN;
+        const float low = sum_of<LINES>(partial + c * 2, ALL * 8), high = sum_of<LINES>(partial + c * 2 + 1, ALL * 8);
+        if (channel < DEPTH) put_means(x + image * X_PITCH + channel, pack2(low * p.factor, high * p.factor), met);
+    }
 }
 
 DEVICE void load_vectors(const Params& p, int first, u16* x) {
@@ -169,7 +187,7 @@ DEVICE void load_vectors(const Params& p, int first, u16* x) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    const u32 met = smem_address(shared);          // counts bytes from all blocks
+    const u32 met = smem_address(shared), means_met = met + 8;                    // barriers that count bytes from all blocks
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % p.blocks, image = blockIdx.x / p.blocks * IMAGES;
     u16* const x = reinterpret_cast<u16*>(shared + 16);
     u16* const hidden = x + IMAGES * X_PITCH;
@@ -179,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
 #if CLUSTER > 1
     if (threadIdx.x == 0) {
         barrier_init(met, 1);
+        barrier_init(means_met, 1);
         barrier_init_fence();
     }
     cluster_arrive_relaxed();
@@ -199,9 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     }
     grid_dependency_wait();
 #if POOL
-    load_means(p, image, x, partial);
+    load_means(p, image, CLUSTER > 1 ? rank * OWN : 0, x, partial, means_met);
 #else
     load_vectors(p, image, x);
+#endif
+#if POOL && CLUSTER > 1
+    if (threadIdx.x == 0) barrier_expect(means_met, 2 * IMAGES * DEPTH);
+    barrier_wait_cluster(means_met, 0);
 #endif
     __syncthreads();
 
@@ -216,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     });
 #if CLUSTER > 1
     if (threadIdx.x == 0) barrier_expect(met, 2 * IMAGES * WHOLE);
-    cluster_wait();                                // the peers run and their barriers are initialized: their shared memory may be written
+    if (!POOL) cluster_wait();                     // as above
 #endif
     __syncthreads();
     for (int begin = 0; begin < IMAGES * ROWS; begin += THREADS) {
