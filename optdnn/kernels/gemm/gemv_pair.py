@@ -39,9 +39,6 @@ from optdnn.types import Array
 GAIN = 0.6
 """One launch must be predicted to take at most this fraction of the time of two. Two convolutions of one pixel take about 0.6 of their
 prediction, since the second one hardly waits for the first."""
-TILE, WHOLE = 32, 64
-"""Pixels of a tile whose sums a convolution stores, and of an image whose means it mostly stores: typical of depthwise and grouped
-convolutions."""
 VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 """Kinds that only move axes, or add and remove axes of size 1, where the means of volumes become vectors."""
 
@@ -119,12 +116,11 @@ class VectorPair(ConvPair):
         (hidden, depth), (channels, _) = (self.factors(b, x)[0].shape[:2] for x in (first, op))
         between, ep = self.epilogues(b, first, op)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
-        pixels = _pixels(b, first) if _summed(b, first) else 0
         images = math.prod(out.static_shape) // channels
+        tiles = _likely_tiles(b, first, images)
+        pixels = _pixels(b, first) if tiles else 0
         dtype, result = map_dtype(first.outputs[0].type.dtype), map_dtype(out.dtype)
-        return pair.Problem(
-            images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, -(-pixels // TILE), result
-        )
+        return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, tiles, result)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations. Each one sums in the same order for any number of images."""
@@ -274,11 +270,19 @@ def adds_sums(b: Builder, pool: Op) -> bool:
     return any(g.find_first(b.graph, op) == first and g.refuse(b, op) is None and g.defer(b, op) is None for g in GATES)
 
 
-def _summed(b: Builder, first: Op) -> bool:
-    """Whether the first product reads means of a convolution whose launch is likely to store sums of tiles instead."""
+def _likely_tiles(b: Builder, first: Op, images: int) -> int:
+    """The likely number of tiles whose sums a convolution stores, of an image whose means the first product reads. 0: it stores means.
+
+    Tiles of a grouped convolution have about 32 pixels. Those of a depthwise convolution have 6 to 64, as many as give a GPU about
+    220 blocks of 64 channels."""
     pool = _means(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
-    return source is not None and source.kind == "Conv" and source.attrs.group > 1 and _pixels(b, first) > WHOLE
+    if source is None or source.kind != "Conv" or source.attrs.group == 1:
+        return 0
+    channels, pixels = source.outputs[0].type.static_shape[1], _pixels(b, first)
+    each = 32.0 if source.attrs.group < channels else min(64.0, max(6.0, pixels * channels * images / (220 * 64)))
+    tiles = round(pixels / each)
+    return tiles if tiles > 1 else 0
 
 
 def _pitch(x: TensorView) -> int:
