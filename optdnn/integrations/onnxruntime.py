@@ -47,7 +47,7 @@ _LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
 """GraphOptimizationLevel -> opt_level."""
 
 
-@dataclass
+@dataclass(slots=True)  # a misspelt option raises AttributeError, as onnxruntime's class does
 class SessionOptions:
     """The options of onnxruntime's class of this name that an engine has; onnxruntime's own objects are accepted as well."""
 

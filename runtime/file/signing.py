@@ -36,7 +36,8 @@ def sign(
     """
     path = os.fspath(engine)
     if sigstore == (key is not None):
-        raise UsageError("an engine is signed with a key or by Sigstore: give one of them")
+        hint = "give --key FILE or --sigstore (in Python: key=FILE or sigstore=True)"
+        raise UsageError("an engine is signed with a key or by Sigstore", hint=hint)
     if (certificate is None and chain) or (certificate is not None and (key is None or password is not None)):
         raise UsageError("a certificate goes with its key, without a password; a chain goes with a certificate")
     config = package("model_signing.signing").Config()

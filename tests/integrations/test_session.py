@@ -180,6 +180,8 @@ def test_refusals(arguments: dict[str, Any], because: str) -> None:
 
 
 def test_wrong_names(options: SessionOptions) -> None:
+    with pytest.raises(AttributeError, match="intra_op_nun_threads"):
+        options.intra_op_nun_threads = 2  # type: ignore[attr-defined]
     s = InferenceSession(convnet().SerializeToString(), options)
     with pytest.raises(InputError, match="there is no output 'z'; the model gives y"):
         s.run(["z"], {"x": X[:1]})
