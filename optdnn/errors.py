@@ -139,13 +139,14 @@ class NotMet(OptdnnError):
 
 class MissingDependency(OptdnnError):
     """An optional package is not installed; the message names the pip command that installs it (``extra`` "": the package
-    itself)."""
+    itself), and ``otherwise`` a way to do without it."""
 
     exit_code = 8
 
-    def __init__(self, package: str, extra: str, why: str):
+    def __init__(self, package: str, extra: str, why: str, otherwise: str = ""):
         command = f"pip install 'optdnn[{extra}]'" if extra else f"pip install {package}"
-        super().__init__(f"{package} is needed {why}, and is not installed", hint=command)
+        hint = command + (f"; or {otherwise}" if otherwise else "")
+        super().__init__(f"{package} is needed {why}, and is not installed", hint=hint)
 
 
 class OutputError(OptdnnError):

@@ -49,7 +49,9 @@ def pictures_in(folder: Path) -> list[Path]:
     """The picture files of a folder and its subfolders, in the order of their names. Raises UsageError if there are none."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and is_image(p))
     if not files:
-        raise UsageError(f"the folder {folder} holds no pictures")
+        raise UsageError(
+            f"the folder {folder} holds no pictures", hint=f"their names end in {', '.join(sorted(SUFFIXES))}"
+        )
     return files
 
 
