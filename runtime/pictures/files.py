@@ -16,7 +16,10 @@ from optdnn.limits import PICTURE_PIXELS
 from optdnn.regular_file import check_regular
 from optdnn.types import Array
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2", ".j2k", ".ico", ".tga"}
+)
+"""Endings by which the files of folders, and inputs on the command line, are known as pictures."""
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
 """Pillow's formats that are read, whatever the file's name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
