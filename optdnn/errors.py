@@ -218,6 +218,7 @@ def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str | None:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the caller's line outside of optdnn."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optdnn":
+    ours = ("optdnn", "contextlib")  # a function with a context manager as its decorator is called by contextlib
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
