@@ -202,7 +202,9 @@ class InferenceSession:
         """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in host memory. Raises InputError for other arrays."""
         for name, value in input_dict_ort_values.items():
             if not hasattr(value, "ortvalue_from_numpy"):
-                raise InputError(f"input {name!r} is {type(value).__name__}, not an OrtValue", hint="session.run takes arrays")
+                raise InputError(
+                    f"input {name!r} is {type(value).__name__}, not an OrtValue", hint="session.run takes arrays"
+                )
         results = self.run(output_names, input_dict_ort_values, run_options)
         given = next(iter(input_dict_ort_values.values()), None)
         kind: Any = import_module("onnxruntime").OrtValue if given is None else type(given)
