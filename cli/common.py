@@ -70,7 +70,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, value = text.rpartition("=")
         if not name or not (value.isascii() and value.isdigit()):
-            raise UsageError(f"--size {text!r} is not NAME=N")
+            raise UsageError(f"--size {text!r} is not NAME=N", hint="N is a whole number, such as --size batch=8")
         sizes[name] = int(value)
     return sizes
 
