@@ -96,7 +96,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def command_line() -> str:
-    """A section for each command: its help, arguments and options. An option that an earlier command has explained is only named."""
+    """A section for each command: its help, arguments and options. An option that an earlier command explains is only named."""
     context = click.Context(cli, info_name="optdnn")
     commands = {f"optdnn {name}": cli.get_command(context, name) for name in COMMANDS}
     commands["python -m optdnn.models"] = import_module("optdnn.models.__main__").main
@@ -205,12 +205,10 @@ def _annotation(annotation: Any) -> str:
 
 
 def build_options() -> str:
-    """The fields of ``BuildOptions``: name, type, default."""
-    rows = []
-    for f in fields(BuildOptions):
-        default = getattr(BuildOptions(), f.name)
-        rows.append([f"`{f.name}`", f"`{f.type}`", f"`{default!r}`"])
-    return f"{prose(inspect.getdoc(BuildOptions) or '')}\n\n{table(['option', 'type', 'default'], rows)}"
+    """What the fields of ``BuildOptions`` mean. The signature of ``build`` has the same names, with types and defaults."""
+    lacking = {f.name for f in fields(BuildOptions)} - inspect.signature(optdnn.build).parameters.keys()
+    assert not lacking, f"the signature of build lacks {lacking}"
+    return prose(inspect.getdoc(BuildOptions) or "")
 
 
 def error_classes() -> str:
