@@ -138,8 +138,14 @@ def _size(dtype: np.dtype[Any] | None) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
+OTHER_FORMS = frozenset({".bin", ".csv", ".json", ".pb", ".pt", ".raw", ".txt"})
+"""Endings that promise another form than .npz."""
+
+
 def check_kind(path: Path, names: Sequence[str]) -> None:
-    """Raise UsageError for an .npy, which holds one array, unless there is exactly one output."""
+    """Raise UsageError for an .npy, which holds one array, unless there is exactly one output, and for other forms."""
+    if path.suffix.lower() in OTHER_FORMS:
+        raise UsageError(f"--output {path}: outputs are written as .npz or .npy", hint=f"-o {path.with_suffix('.npz')}")
     if path.suffix == ".npy" and len(names) != 1:
         raise UsageError(
             f"--output {path}: an .npy holds one array, and the engine has {len(names)} outputs: {', '.join(names)}",

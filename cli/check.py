@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -94,7 +95,7 @@ def _show(facts: Mapping[str, Any]) -> None:
                 f"--value {sizes[0]}=…"
             )
     if "suggested_shapes" in facts:
-        shapes = " ".join(f"--shape {s}" for s in facts["suggested_shapes"])
+        shapes = " ".join(f"--shape {quote(s)}" for s in facts["suggested_shapes"])
         stdout.print(f"\nsizes that are not fixed: the CPU takes any; a GPU needs a range, such as {shapes}")
     total, left = sum(before.values()), sum(n for k, n in after.items() if k != "Constant")
     stdout.print(f"\n{facts['model']}: supported on {facts['target']}; {total} operators become {left}")

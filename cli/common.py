@@ -70,7 +70,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, value = text.rpartition("=")
         if not name or not (value.isascii() and value.isdigit()):
-            raise UsageError(f"--size {text!r} is not NAME=N")
+            raise UsageError(f"--size {text!r} is not NAME=N", hint="N is a whole number, such as --size batch=8")
         sizes[name] = int(value)
     return sizes
 
@@ -158,8 +158,8 @@ def table(
     for i, name in enumerate(columns):
         out.add_column(name, justify="right" if i in right else "left", overflow="fold", no_wrap=bool(clip))
     texts = [[Text(printable(str(cell))) for cell in row] for row in rows]
-    if cut:
-        _cut(texts, columns, clip, stdout.width)
+    if cut and (needed := _cut(texts, columns, clip, stdout.width)) > stdout.width:
+        out.width = needed  # the terminal wraps the lines; otherwise rich cuts figures
     for row in texts:
         out.add_row(*row)
     return out
@@ -169,8 +169,10 @@ LEAST = 8
 """Cells that a column keeps, however narrow the terminal."""
 
 
-def _cut(rows: Sequence[Sequence[Text]], columns: Sequence[str], clip: Sequence[int], width: int) -> None:
-    """Cut the texts of the columns in ``clip`` so that all columns, with a space between them, are ``width`` cells wide."""
+def _cut(rows: Sequence[Sequence[Text]], columns: Sequence[str], clip: Sequence[int], width: int) -> int:
+    """Cut the texts of the columns in ``clip`` so that all columns, with a space between them, are ``width`` cells wide.
+
+    Returns the width that the columns need then, which is larger on a very narrow terminal."""
     widths = [max([len(name), *(row[i].cell_len for row in rows)]) for i, name in enumerate(columns)]
     left = width - (len(columns) - 1) - sum(w for i, w in enumerate(widths) if i not in clip)
     for k, i in enumerate(sorted(clip, key=lambda i: widths[i])):
@@ -178,6 +180,7 @@ def _cut(rows: Sequence[Sequence[Text]], columns: Sequence[str], clip: Sequence[
         left -= share
         for row in rows:
             row[i].truncate(share, overflow="ellipsis")
+    return width - left
 
 
 def print_tuning(tuning: Mapping[str, Any]) -> None:

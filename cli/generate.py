@@ -85,4 +85,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(n) for n in text.split(",") if n.strip()]
     except ValueError:
-        raise UsageError(f"--prompt-ids {text!r} is not 1,2,3") from None
+        raise UsageError(f"--prompt-ids {text!r} is not a list of tokens, such as 1,2,3") from None

@@ -72,7 +72,7 @@ class LazyGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            meant = did_you_mean(OTHER_WORDS.get(name, name), COMMANDS)
+            meant = _for_a_file(name) or did_you_mean(OTHER_WORDS.get(name, name), COMMANDS)
             ctx.fail(f"there is no command {name!r}" + (f"; {meant}" if meant else ""))
         return super().resolve_command(ctx, args)
 
@@ -92,6 +92,14 @@ OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "tr
                "show": "inspect", "infer": "run", "predict": "run", "chat": "generate",
                "validate": "verify", "tune": "retune"}  # fmt: skip
 """Command name in other programs -> our command."""
+
+
+def _for_a_file(name: str) -> str | None:
+    """What to do with a model or an engine that stands in the place of a command."""
+    for ending, command in ((".onnx", "build"), (".engine", "run")):
+        if name.endswith(ending):
+            return f"did you mean optdnn {command} {name}?"
+    return None
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -129,11 +137,22 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs the command and turns errors into one message and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     watch()
     take_any_text(sys.stdout)
     code = run(argv)
     gc.disable()  # the process ends, and a last collection would take a tenth of a second
     sys.exit(code)
+
+
+def open_closed_streams() -> None:
+    """Open closed standard streams to nowhere. Otherwise the next file that is opened, such as an engine, gets their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def take_any_text(stream: Any) -> None:

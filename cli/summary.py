@@ -86,7 +86,7 @@ def _error(report: Mapping[str, Any]) -> str:
         if e["rms_rel_err"] is not None:  # None without floating-point outputs
             moved.append(f"outputs moved by {e['rms_rel_err']:.1e} (root mean square)")
         if e["same_top"] is not None:
-            moved.append(f"the same largest class in {e['same_top']:.0%} of {e['rows']} rows")
+            moved.append(f"the same largest class in {e['same_top']:.0%} of {counted(e['rows'], 'row')}")
         text += ("\n" + "; ".join(moved) if moved else "") + f", on {e['inputs_from']}"
     if e["undefined"]:
         text += f"\nthe model itself gives NaN in {', '.join(e['undefined'])}, on {e['inputs_from']}"
@@ -128,9 +128,9 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 
 def _next(report: Mapping[str, Any], engine: Any, model: Path, output: Path) -> str:
     """Commands that work with this engine on this machine, as a shell takes them."""
-    name = quote(str(output))
+    name, source = (quote(f"./{path}" if str(path).startswith("-") else str(path)) for path in (output, model))
     if "elsewhere" not in report:
-        return f"optdnn bench {name}, or optdnn compare {name} --model {quote(str(model))}"
+        return f"optdnn bench {name}, or optdnn compare {name} --model {source}"
     tuned = f"optdnn retune {name}" if "graph" in engine.program.meta else "this build again, which tunes it,"
     return f"optdnn run {name} --simulate, or {tuned} on the machine with the GPU"
 

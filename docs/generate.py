@@ -96,18 +96,27 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def command_line() -> str:
-    """A section for each command: its help, arguments and options."""
+    """A section for each command: its help, arguments and options. An option that an earlier command explains is only named."""
     context = click.Context(cli, info_name="optdnn")
     commands = {f"optdnn {name}": cli.get_command(context, name) for name in COMMANDS}
     commands["python -m optdnn.models"] = import_module("optdnn.models.__main__").main
     found = []
+    explained: dict[tuple[str, str], str] = {}
     for name, command in commands.items():
         assert command is not None
         usage = " ".join([name, "[OPTIONS]", *_arguments(command)])
         options = [p for p in command.params if isinstance(p, click.Option) and p.name not in ("quiet", "debug")]
-        rows = [[_option(p), _meaning(p)] for p in options]
+        own, others = [], dict[str, list[str]]()
+        for p in options:
+            row = (_option(p), _meaning(p))
+            if (first := explained.setdefault(row, name)) == name:
+                own.append(list(row))
+            else:
+                others.setdefault(first, []).append(f"`{p.opts[0]}`")
         text = inspect.cleandoc(command.help or "").replace("\b\n", "")
-        found.append(f"## {name}\n\n```text\n{usage}\n```\n\n{text}\n\n{table(['option', 'meaning'], rows)}")
+        parts = [f"## {name}", f"```text\n{usage}\n```", text, *([table(["option", "meaning"], own)] if own else [])]
+        parts += [f"As for [{n}](#{n.replace(' ', '-')}): {', '.join(names)}." for n, names in others.items()]
+        found.append("\n\n".join(parts))
     return "\n\n".join(found)
 
 
@@ -196,12 +205,10 @@ def _annotation(annotation: Any) -> str:
 
 
 def build_options() -> str:
-    """The fields of ``BuildOptions``: name, type, default."""
-    rows = []
-    for f in fields(BuildOptions):
-        default = getattr(BuildOptions(), f.name)
-        rows.append([f"`{f.name}`", f"`{f.type}`", f"`{default!r}`"])
-    return f"{prose(inspect.getdoc(BuildOptions) or '')}\n\n{table(['option', 'type', 'default'], rows)}"
+    """What the fields of ``BuildOptions`` mean. The signature of ``build`` has the same names, with types and defaults."""
+    lacking = {f.name for f in fields(BuildOptions)} - inspect.signature(optdnn.build).parameters.keys()
+    assert not lacking, f"the signature of build lacks {lacking}"
+    return prose(inspect.getdoc(BuildOptions) or "")
 
 
 def error_classes() -> str:

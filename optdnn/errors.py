@@ -139,13 +139,14 @@ class NotMet(OptdnnError):
 
 class MissingDependency(OptdnnError):
     """An optional package is not installed; the message names the pip command that installs it (``extra`` "": the package
-    itself)."""
+    itself), and ``otherwise`` a way to do without it."""
 
     exit_code = 8
 
-    def __init__(self, package: str, extra: str, why: str):
+    def __init__(self, package: str, extra: str, why: str, otherwise: str = ""):
         command = f"pip install 'optdnn[{extra}]'" if extra else f"pip install {package}"
-        super().__init__(f"{package} is needed {why}, and is not installed", hint=command)
+        hint = command + (f"; or {otherwise}" if otherwise else "")
+        super().__init__(f"{package} is needed {why}, and is not installed", hint=hint)
 
 
 class OutputError(OptdnnError):
@@ -217,6 +218,7 @@ def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str | None:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the caller's line outside of optdnn."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optdnn":
+    ours = ("optdnn", "contextlib")  # a function with a context manager as its decorator is called by contextlib
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)

@@ -10,7 +10,7 @@ from typing import Any
 
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, Progress
-from optdnn.errors import OutputError, UsageError
+from optdnn.errors import OutputError, UsageError, did_you_mean
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Value
 from optdnn.passes.assign_precision import AssignPrecision
@@ -103,8 +103,11 @@ def optimize(
     machine = str(TargetName.parse(target).machine)  # simulate runs Hopper's program
     pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, machine)
     if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
-        names = ", ".join(dict.fromkeys(p.name for p in pipeline))
-        raise UsageError(f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {names}")
+        names = list(dict.fromkeys(p.name for p in pipeline))
+        raise UsageError(
+            f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {', '.join(names)}",
+            hint=did_you_mean(options.stop_after, names),
+        )
     if stop_before is not None:
         before = [p.name for p in pipeline]
         pipeline = pipeline[: before.index(stop_before) if stop_before in before else None]

@@ -12,7 +12,7 @@ import pytest
 
 import optdnn
 from optdnn.config import BuildOptions
-from optdnn.errors import RunError, UsageError, did_you_mean
+from optdnn.errors import MissingDependency, RunError, UsageError, did_you_mean
 from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.target_name import BUILDABLE, GPUS, TargetName
@@ -151,6 +151,17 @@ def test_a_gpu_is_not_usable_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "gpu_count", lambda: 1)
     monkeypatch.setattr(nvrtc, "version", _no_nvrtc)
     assert usable.why_not() == "NVRTC cannot be loaded"
+
+
+def test_without_nvrtc_a_build_may_leave_compiling_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(nvrtc.importlib, "import_module", missing)
+    nvrtc._nvrtc.cache_clear()
+    with pytest.raises(MissingDependency, match=r"hint: pip install 'optdnn\[cuda\]'; or build with --no-cubins"):
+        nvrtc._nvrtc()
+    nvrtc._nvrtc.cache_clear()
 
 
 def _no_nvrtc() -> tuple[int, int]:

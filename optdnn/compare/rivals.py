@@ -16,7 +16,7 @@ from optdnn.compare.gpu_rivals import (
 from optdnn.compare.subject import Subject
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions, Progress
-from optdnn.errors import EngineError, MissingDependency, UsageError
+from optdnn.errors import EngineError, MissingDependency, UsageError, did_you_mean
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.cuda.measuring.rivals import ONNXRUNTIME
 from optdnn.runtime.file.format import read
@@ -54,10 +54,10 @@ def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") 
             check_gpu_rival(name, target)
         elif name != REFERENCE:
             if not Path(name).is_file():
-                rivals = ", ".join([*LIBRARIES, *GPU_RIVALS, REFERENCE])
+                rivals = [*LIBRARIES, *GPU_RIVALS, REFERENCE]
                 raise UsageError(
-                    f"--against {name!r} is neither {rivals} nor an engine file",
-                    hint="a precision follows a colon, as in openvino:bf16",
+                    f"--against {name!r} is not one of {', '.join(rivals)}, and no engine file",
+                    hint=did_you_mean(library, rivals) or "a precision follows a colon, as in openvino:bf16",
                 )
             continue
         if not has_model:

@@ -15,7 +15,7 @@ from optdnn.custom import CustomOp
 from optdnn.errors import ShapeError, UsageError
 from optdnn.importers.asked import asked_model
 from optdnn.importers.draws import draws
-from optdnn.importers.model import open_model
+from optdnn.importers.model import Source, open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
@@ -93,7 +93,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
     return Subject(path.name, path, account, options, specs(original), model, original)
 
 
-def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
+def original_of(engine: Engine, model: Source, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
     """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError if
     inputs or outputs of the model are not the engine's."""
     shapes = _fixed(engine)
@@ -112,14 +112,14 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         original = import_model(source, shapes=shapes, custom_ops=custom_ops)
     except ShapeError as error:
         raise UsageError(
-            f"{model} is not what {name or 'the engine'} was built from: at the engine's shapes, {error.message}"
+            f"{source.name} is not what {name or 'the engine'} was built from: at the engine's shapes, {error.message}"
         ) from error
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]
     if wanted != got or [s.name for s in engine.outputs] != outputs:
         raise UsageError(
-            f"{model} is not what {name or 'the engine'} was built from: its inputs are {', '.join(got)} and its outputs "
+            f"{source.name} is not what {name or 'the engine'} was built from: its inputs are {', '.join(got)} and its outputs "
             f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
         )
     return original

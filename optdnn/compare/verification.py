@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from optdnn.compare.subject import original_of
 from optdnn.config import Progress
 from optdnn.custom import CustomOp
 from optdnn.errors import InputError, OptdnnError, RunError, UsageError
+from optdnn.importers.model import Source
 from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
@@ -90,7 +90,7 @@ class Verification:
 
 def verify(
     engine: str | os.PathLike[str] | Engine,
-    model: str | os.PathLike[str] | None = None,
+    model: Source | None = None,
     inputs: Mapping[str, Array] | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
@@ -100,7 +100,7 @@ def verify(
     progress: Progress | None = None,
     **options: Any,
 ) -> Verification:
-    """Check an engine (a file, or a loaded engine) on this machine.
+    """Check an engine (a file, or a loaded engine) on this machine. ``model`` is a path, the file's bytes or a ModelProto.
 
     ``runs``: it accepts the inputs. ``steps``: each launch on a GPU against its step's meaning in NumPy; each step of a CPU library
     against its own ONNX model in NumPy. ``one by one``: the CUDA graph against single launches; on other targets the program
@@ -125,7 +125,7 @@ def verify(
     else:
         loaded = load(engine, custom_ops=custom_ops, **options)
         name = os.fspath(engine)
-    original = None if model is None else original_of(loaded, Path(model), name, custom_ops)
+    original = None if model is None else original_of(loaded, model, name, custom_ops)
     found: list[Check] = []
     simulated = False
     for case in cases(loaded, inputs or {}, sizes, seed):

@@ -279,7 +279,13 @@ class Generator:
         """
         try:
             yield from self._run_steps(fed, most, stops, told)
-        except RunError:
+        except RunError as error:
+            if error.hint is None and self._most is None:
+                held = int(self._held.max(initial=0))
+                error.hint = (
+                    f"the caches hold {held} positions; if the model takes no more, give its number: --capacity {held} "
+                    f"(in Python: capacity={held}), and fewer new tokens"
+                )
             self._forget()
             self._steps = None
             raise

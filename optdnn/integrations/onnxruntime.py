@@ -47,7 +47,7 @@ _LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
 """GraphOptimizationLevel -> opt_level."""
 
 
-@dataclass
+@dataclass(slots=True)  # a misspelt option raises AttributeError, as onnxruntime's class does
 class SessionOptions:
     """The options of onnxruntime's class of this name that an engine has; onnxruntime's own objects are accepted as well."""
 
@@ -199,7 +199,12 @@ class InferenceSession:
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
-        """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in host memory."""
+        """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in host memory. Raises InputError for other arrays."""
+        for name, value in input_dict_ort_values.items():
+            if not hasattr(value, "ortvalue_from_numpy"):
+                raise InputError(
+                    f"input {name!r} is {type(value).__name__}, not an OrtValue", hint="session.run takes arrays"
+                )
         results = self.run(output_names, input_dict_ort_values, run_options)
         given = next(iter(input_dict_ort_values.values()), None)
         kind: Any = import_module("onnxruntime").OrtValue if given is None else type(given)

@@ -182,6 +182,7 @@ def _export(
 ) -> None:
     """Write the module as ONNX. Raises ModelError with the exporter's message."""
     dynamo = exporter == "dynamo" or (exporter == "auto" and find_spec("onnxscript") is not None)
+    given = module, args, keywords
     common: dict[str, Any] = {"input_names": list(names), "opset_version": opset}
     if output_names is not None:
         common["output_names"] = list(output_names)
@@ -214,6 +215,7 @@ def _export(
             error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]
         told = lines[0] if lines else type(error).__name__
+        _check_that_it_runs(torch, *given)
         hint = "try the other exporter: exporter='torchscript' or 'dynamo'"
         if "data-dependent" in told:
             hint = (
@@ -221,6 +223,20 @@ def _export(
                 "exporter='torchscript' keeps the branch that the example inputs take"
             )
         raise ModelError(f"torch cannot export {type(module).__name__} to ONNX: {told}", hint=hint) from error
+
+
+def _check_that_it_runs(torch: Any, module: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raise UsageError if the module itself fails on the example inputs. A program of torch.export is not called."""
+    if not isinstance(module, torch.nn.Module):
+        return
+    try:
+        with torch.no_grad():
+            module(*args, **keywords)
+    except Exception as error:  # the user's code
+        raise UsageError(
+            f"{type(module).__name__} does not run on the example inputs: {error}",
+            hint="give what its forward takes: from_torch(module, x), from_torch(module, (x, y)), or kwargs={'x': x}",
+        ) from error
 
 
 def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:

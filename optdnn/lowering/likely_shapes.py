@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from optdnn.dim import Dim, DimLike
@@ -47,7 +48,7 @@ def sizes_needed(graph: Graph, target: str) -> UsageError:
     """The error for a GPU engine whose input sizes are unknown, with a range that may fit."""
     hint = "give each of them a size or a range"
     if suggested := suggest_shapes(graph):
-        options = " ".join(f"--shape {s}" for s in suggested)
+        options = " ".join(f"--shape {quote(s)}" for s in suggested)
         hint = f"a range that may fit: {options} (in Python: shapes={_in_python(suggested)})"
     return UsageError(
         f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",

@@ -237,7 +237,7 @@ class Signature:
         )
 
     def _refuse_sizes(self, sizes: Sizes, origin: Mapping[str, str]) -> NoReturn:
-        nearest = max(self.profiles, key=lambda p: sum(sizes.get(n, r.min) in r for n, r in p.items()))
+        nearest = max(self.profiles, key=lambda profile: _closeness(sizes, profile))
         faults = [
             f"{n} is {sizes[n]} {origin[n]}, outside of {r.min} to {r.max}"
             for n, r in nearest.items()
@@ -249,6 +249,12 @@ class Signature:
             f"the inputs have sizes that the engine was not built for: {', '.join(faults)}{many}",
             hint="build it with a wider --shape range",
         )
+
+
+def _closeness(sizes: Sizes, profile: Profile) -> tuple[int, int]:
+    """How many sizes are in the profile's ranges, and then how close the others are."""
+    gaps = [max(r.min - sizes[n], sizes[n] - r.max, 0) for n, r in profile.items() if n in sizes]
+    return gaps.count(0), -sum(gaps)
 
 
 def _extent(sizes: DimRange) -> str:

@@ -242,7 +242,8 @@ def _checked_header(data: memoryview) -> tuple[str, int, int]:
         )
     if len(data) != file_length:
         what = "truncated" if len(data) < file_length else "longer than it says"
-        raise EngineError(f"the file is {what}: {len(data)} bytes, {file_length} expected")
+        hint = "copy it again, or build it again from its model"
+        raise EngineError(f"the file is {what}: {len(data)} bytes, {file_length} expected", hint=hint)
     if zero or HEADER_AT + header_length > file_length:
         raise EngineError(f"the file's first bytes are corrupt (header of {header_length} bytes)")
     if header_length > HEADER_BYTES.value:

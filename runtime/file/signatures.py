@@ -134,12 +134,15 @@ def read_pem(path: str) -> bytes:
         raise UsageError(f"the key file {path} cannot be read: {text}") from error
 
 
+NEW_KEY = "make a key of P-256: openssl ecparam -name prime256v1 -genkey -noout -out private.pem"
+"""The hint where a key cannot sign."""
+
+
 def check_curve(path: str, key: Any) -> None:
     """Raise UsageError for a key that is not on one of the format's elliptic curves."""
     curve = getattr(getattr(key, "curve", None), "name", type(key).__name__.lstrip("_"))
     if curve not in CURVES:
-        hint = "make a key of P-256: openssl ecparam -name prime256v1 -genkey -noout -out private.pem"
-        raise UsageError(f"{path} holds a key of another kind ({curve})", hint=hint)
+        raise UsageError(f"{path} holds a key of another kind ({curve})", hint=NEW_KEY)
 
 
 def _signer(text: str) -> Signer:

@@ -11,7 +11,7 @@ from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.regular_file import open_regular
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.file.format import decode
-from optdnn.runtime.file.signatures import Contents, check_curve, package, read_pem, signature_path
+from optdnn.runtime.file.signatures import NEW_KEY, Contents, check_curve, package, read_pem, signature_path
 from optdnn.temporary import temporary_folder
 
 PathLike = str | os.PathLike[str]
@@ -36,7 +36,8 @@ def sign(
     """
     path = os.fspath(engine)
     if sigstore == (key is not None):
-        raise UsageError("an engine is signed with a key or by Sigstore: give one of them")
+        hint = "give --key FILE or --sigstore (in Python: key=FILE or sigstore=True)"
+        raise UsageError("an engine is signed with a key or by Sigstore", hint=hint)
     if (certificate is None and chain) or (certificate is not None and (key is None or password is not None)):
         raise UsageError("a certificate goes with its key, without a password; a chain goes with a certificate")
     config = package("model_signing.signing").Config()
@@ -87,7 +88,8 @@ def _choose(
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{os.fspath(key)} is not a private key in PEM form that can be opened: {error}") from error
+        text = f"{os.fspath(key)} is not a private key in PEM form that can be opened: {error}"
+        raise UsageError(text, hint=NEW_KEY) from error
     check_curve(os.fspath(key), found)
     if certificate is None:
         config.use_elliptic_key_signer(private_key=key, password=secret)

@@ -16,7 +16,10 @@ from optdnn.limits import PICTURE_PIXELS
 from optdnn.regular_file import check_regular
 from optdnn.types import Array
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2", ".j2k", ".ico", ".tga"}
+)
+"""Endings by which the files of folders, and inputs on the command line, are known as pictures."""
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
 """Pillow's formats that are read, whatever the file's name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
@@ -49,7 +52,9 @@ def pictures_in(folder: Path) -> list[Path]:
     """The picture files of a folder and its subfolders, in the order of their names. Raises UsageError if there are none."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and is_image(p))
     if not files:
-        raise UsageError(f"the folder {folder} holds no pictures")
+        raise UsageError(
+            f"the folder {folder} holds no pictures", hint=f"their names end in {', '.join(sorted(SUFFIXES))}"
+        )
     return files
 
 

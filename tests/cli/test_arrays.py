@@ -79,3 +79,5 @@ def test_the_suffix_of_an_output_chooses_its_format(files: Path) -> None:
         UsageError, match=r"an \.npy holds one array, and the engine has 2 outputs: y, z\n  hint: -o .*y\.npz"
     ):
         check_kind(files / "y.npy", list(two))
+    with pytest.raises(UsageError, match=r"y\.csv: outputs are written as \.npz or \.npy\n  hint: -o .*y\.npz"):
+        write_outputs(files / "y.csv", one)

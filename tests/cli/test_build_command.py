@@ -166,6 +166,8 @@ def test_an_unknown_pass_is_refused_with_a_list_of_all_passes(cli: Cli, model: P
     assert "there is no pass 'fuse_all' at -O3" in err
     assert "fuse_conv_bn" in err
     assert not list(tmp_path.iterdir())
+    err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--stop-after", "fuse_conv").err
+    assert "did you mean 'fuse_conv_bn'?" in err
 
 
 @libraries

@@ -122,8 +122,9 @@ def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, t
     [
         (
             ["--against", "tensorrt"],
-            "--against 'tensorrt' is neither onnxruntime, openvino, own, cudnn, onnxruntime-cuda, reference nor an",
+            "--against 'tensorrt' is not one of onnxruntime, openvino, own, cudnn, onnxruntime-cuda, reference, and",
         ),
+        (["--against", "onnxruntim:fp32"], "did you mean 'onnxruntime'?"),
         (["--against", "onnxruntime:bf16"], "onnxruntime has no precision bf16"),
         (["--against", ","], "there is nothing to compare with"),
         (["--against", "reference,reference"], "candidates need different names"),

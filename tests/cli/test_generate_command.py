@@ -50,7 +50,7 @@ def test_tokens(cli: Cli, engine: Path) -> None:
     ("words", "message"),
     [
         ([], "give either --prompt or --prompt-ids"), (["--prompt", "a"], "--prompt needs --tokenizer"),
-        (["--prompt-ids", "1,x"], "is not 1,2,3"), (["--prompt-ids", "50"], "the vocabulary has 50"),
+        (["--prompt-ids", "1,x"], "is not a list of tokens"), (["--prompt-ids", "50"], "the vocabulary has 50"),
     ],
 )  # fmt: skip
 def test_refusals(cli: Cli, engine: Path, words: list[str], message: str) -> None:

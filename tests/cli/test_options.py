@@ -64,6 +64,8 @@ def test_check_offers_only_what_it_uses() -> None:
     [
         (["buid", "m.onnx"], "did you mean 'build'?"),
         (["benchmark"], "did you mean 'bench'?"),
+        (["m.onnx"], "did you mean optdnn build m.onnx?"),
+        (["m.engine"], "did you mean optdnn run m.engine?"),
         (["bench", "--loops", "3", "e"], "Did you mean '--iterations'?"),
         (["build", "--precison", "int8", "m.onnx"], "'--precision'"),
         (["run", "--out", "y.npz", "e"], "Did you mean '--output'?"),
@@ -310,6 +312,10 @@ def test_a_table_that_is_cut_fits_the_terminal(
     assert max(map(len, lines)) <= 60
     assert all(f"{k / 7:.6f} short " in line for k, line in zip(range(1, 12), lines[1:], strict=True))
     assert lines[-1].rstrip().endswith("…")
+    monkeypatch.setattr(stdout, "_width", 20)
+    stdout.print(table(None, columns, rows, right=[0, 1], clip=[2, 3]))
+    narrow = capsys.readouterr().out
+    assert all(f"{k / 7:.6f}" in narrow for k in range(1, 12))  # figures are never cut
     monkeypatch.setattr(stdout, "_force_terminal", False)
     stdout.print(table(None, columns, rows, clip=[3]))
     assert ("a long name " * 11).rstrip() in capsys.readouterr().out  # not cut in a file

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from support.sweep import sweep
 
+import optdnn
+
 MAIN = "from optdnn.cli.main import main; main()"
 
 
@@ -101,3 +103,12 @@ def test_output_to_a_full_disk_is_no_defect(model: Path, more: list[str]) -> Non
 def test_python_runs_the_package_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "optdnn", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("optdnn")
+
+
+@pytest.mark.parametrize("closed", sweep(["1", "2", "012"], "012"))
+def test_closed_streams_are_no_defect(model: Path, tmp_path: Path, closed: str) -> None:
+    """A file that the command opens must not get the number of a stream: printed text would go into it."""
+    command = [sys.executable, "-c", MAIN, "build", model, "--target", "reference", "-o", tmp_path / "out.engine"]
+    done = subprocess.run(command, preexec_fn=lambda: [os.close(int(number)) for number in closed], timeout=60)
+    assert done.returncode == 0
+    assert optdnn.load(tmp_path / "out.engine").outputs

@@ -89,4 +89,4 @@ def test_passwords_and_certificates(cli: Cli, engine: Path, tmp_path: Path) -> N
 def test_nothing_to_sign_with(cli: Cli, engine: Path) -> None:
     found = cli("sign", engine)
     assert found.code == 2
-    assert "give one of them" in found.err
+    assert "give --key FILE or --sigstore" in found.err

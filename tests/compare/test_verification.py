@@ -60,6 +60,17 @@ net (float[1, 1, 2, 8] q, float[1, 1, 2, 8] k, float[1, 1, 2, 8] v, bool[1, 1, 2
 """
 
 
+def test_the_model_is_given_as_to_a_build(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(MASKED)
+    other = onnx.parser.parse_model(MASKED.replace("y = MatMul", "z = MatMul").replace("8] y)", "8] z)"))
+    onnx.save(model, tmp_path / "m.onnx")
+    engine = optdnn.build(model, target="reference")
+    for given in (model, model.SerializeToString(), tmp_path / "m.onnx"):
+        assert statuses(optdnn.verify(engine, given))["model"] != FAILED
+    with pytest.raises(UsageError, match=r"^net is not what the engine was built from"):
+        optdnn.verify(engine, other)
+
+
 def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(MASKED), tmp_path / "m.onnx")
     engine = optdnn.build(tmp_path / "m.onnx", target="simulate", precision="fp16")

@@ -18,6 +18,7 @@ from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.generator import HostCaches, OneTokenPrefill
 from optdnn.generation.lengths import StepLengths
 from optdnn.generation.ports import Counter, ports_of
+from optdnn.models import trained
 from optdnn.types import Array, TensorSpec
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -331,6 +332,14 @@ def test_logits_without_a_token(sample: bool) -> None:
     generator = optdnn.Generator(optdnn.build(broken, target="reference", sample="logits" if sample else None))
     with pytest.raises(RunError, match="the logits of sequence 0 hold NaN"):
         generator.generate([1, 2], max_new_tokens=2)
+
+
+def test_a_model_that_takes_fewer_positions() -> None:
+    generator = optdnn.Generator(optdnn.build(trained.language().path, target="reference"))
+    with pytest.raises(RunError, match=r"hint: the caches hold 256 positions; .* --capacity 256"):
+        generator.generate([5] * 250, max_new_tokens=10)
+    with pytest.raises(InputError, match="need 259 positions; the caches have 256"):
+        optdnn.Generator(generator.engine, capacity=256).generate([5] * 250, max_new_tokens=10)
 
 
 def test_a_path_is_loaded(tmp_path: Any) -> None:

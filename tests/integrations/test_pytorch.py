@@ -198,8 +198,12 @@ def test_refusals() -> None:
         from_torch(Keywords().eval(), x, kwargs={"c": (x, x)})
     with pytest.raises(UsageError, match="exporter 'magic'"):
         from_torch(_net(), x, exporter="magic")
-    with pytest.raises(ModelError, match="torch cannot export Net to ONNX"):
+    with pytest.raises(UsageError, match=r"Net does not run on the example inputs: .*4 channels"):
         from_torch(_net(), torch.randn(1, 4, 8, 8), target="reference")
+    with pytest.raises(
+        UsageError, match=r"Net does not run on the example inputs: .*\n  hint: .*from_torch\(module, x\)"
+    ):
+        from_torch(_net())
 
 
 @needs_torch

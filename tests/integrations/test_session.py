@@ -70,6 +70,8 @@ def test_its_smaller_methods(tmp_path: Path, options: SessionOptions) -> None:
     got, want = (s.run_with_ort_values(["y"], feeds) for s in (ours, theirs))
     assert [type(v) for v in got] == [type(v) for v in want]
     np.testing.assert_allclose(got[0].numpy(), want[0].numpy(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=r"input 'x' is ndarray, not an OrtValue\n  hint: session\.run takes arrays"):
+        ours.run_with_ort_values(["y"], {"x": X[:1]})
 
 
 def test_an_unknown_provider_before_a_known_one_is_passed_over(options: SessionOptions) -> None:
@@ -180,6 +182,8 @@ def test_refusals(arguments: dict[str, Any], because: str) -> None:
 
 
 def test_wrong_names(options: SessionOptions) -> None:
+    with pytest.raises(AttributeError, match="intra_op_nun_threads"):
+        options.intra_op_nun_threads = 2  # type: ignore[attr-defined]
     s = InferenceSession(convnet().SerializeToString(), options)
     with pytest.raises(InputError, match="there is no output 'z'; the model gives y"):
         s.run(["z"], {"x": X[:1]})

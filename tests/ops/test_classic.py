@@ -234,6 +234,9 @@ def test_maps_are_given_as_the_matrix_of_their_values(labels: dict[str, Any]) ->
     (rows,) = onnxruntime_run(model, {"x": X})
     np.testing.assert_array_equal(got, [[row[name] for name in names] for row in rows])
     assert [w.filename for w in told] == [__file__], "the caller's line, not ours"
+    with pytest.warns(MapsAsMatrix) as told:
+        optdnn.build(model, target="reference")
+    assert {w.filename for w in told} == {__file__}, "nor that of contextlib"
     with pytest.raises(ShapeError, match="ZipMap has 2 classes for 4 columns"):
         import_model(node("ZipMap", X, classlabels_int64s=[0, 1]))
 

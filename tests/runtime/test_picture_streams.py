@@ -53,6 +53,12 @@ def test_pictures_of_any_sizes_and_forms(any_size: optdnn.Engine, tmp_path: Path
     assert one.name == "picture 0"
 
 
+def test_a_folder_holds_pictures_of_every_format_that_is_decoded(any_size: optdnn.Engine, tmp_path: Path) -> None:
+    for ending in ("tga", "jp2", "ico"):
+        write_pictures(tmp_path / ending, [(16, 16)], ending)
+    assert len(list(optdnn.picture_answers(any_size, tmp_path, batch=1))) == 3
+
+
 def test_a_fixed_batch_is_filled_up(one_size: optdnn.Engine, any_size: optdnn.Engine, tmp_path: Path) -> None:
     write_pictures(tmp_path, [SIZE] * 5)
     got = [a.outputs["y"] for a in optdnn.picture_answers(one_size, tmp_path)]

@@ -175,8 +175,8 @@ def test_an_engine_accepts_sizes_within_a_profile_not_between_profiles() -> None
     engine = optdnn.build(convnet(batch="n"), target="reference", shapes=[{"x": (1, *IMAGE)}, {"x": "4..4..6x3x8x8"}])
     assert engine.run(_image(1))["y"].shape == (1, 5)
     assert engine.run(_image(6))["y"].shape == (6, 5)
-    with pytest.raises(InputError, match=r"the profiles of the engine are n=1; n=4..6"):
-        engine.run(_image(3))
+    with pytest.raises(InputError, match=r"outside of 4 to 6 \(the profiles of the engine are n=1; n=4..6"):
+        engine.run(_image(3))  # the message names the nearest range
 
 
 def test_the_cpu_target_tunes_at_the_optimum() -> None:

@@ -149,13 +149,16 @@ def _preload() -> None:
             return
 
 
+WITHOUT = "build with --no-cubins: the machine that loads the engine compiles them"
+
+
 @cache
 def _nvrtc() -> ModuleType:
     _preload()
     try:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
-        raise MissingDependency("cuda-bindings", "cuda", "to compile kernels") from error
+        raise MissingDependency("cuda-bindings", "cuda", "to compile kernels", WITHOUT) from error
 
 
 def _call(function: Any, *arguments: Any) -> Any:
@@ -163,7 +166,7 @@ def _call(function: Any, *arguments: Any) -> Any:
     try:
         status, *values = function(*arguments)
     except RuntimeError as error:  # cuda.bindings raises this when it finds no libnvrtc
-        raise MissingDependency("nvidia-cuda-nvrtc", "cuda", "to compile kernels") from error
+        raise MissingDependency("nvidia-cuda-nvrtc", "cuda", "to compile kernels", WITHOUT) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()} ({status.name})")
     return values[0] if len(values) == 1 else tuple(values)

@@ -113,7 +113,7 @@ def test_a_range_is_requested_for_the_input_that_has_the_symbol_alone() -> None:
     with pytest.raises(UsageError, match=r"not fixed are batch, length, past_length\n") as found:
         optdnn.build(decoder(), target="simulate")
     assert found.value.hint is not None
-    assert "--shape mask=1..8..32x? --shape ids=1..8..32x1..128..512 --shape past=" in found.value.hint
+    assert "--shape 'mask=1..8..32x?' --shape ids=1..8..32x1..128..512 --shape past=" in found.value.hint
     assert "past=1..8..32x2x1..128..512x4 (in Python: " in found.value.hint  # a cache of heads is no image
 
 
