@@ -1,0 +1,94 @@
+"""move_integers: the parts of a quantized Concat are quantized instead, if few of them need a launch for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.quantized_nets import QNet
+from test_integers import same_integers
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ir.verify import verify
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.ops.quant import QuantizeAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.integers import MoveIntegers
+from optdnn.types import INT8
+
+MOVE = MoveIntegers()
+POOL = MaxPoolAttrs(kernel_shape=(3, 3), pads=(1, 1, 1, 1), strides=(1, 1), dilations=(1, 1))
+Part = Callable[[QNet], Value]
+
+
+def data(n: QNet, scale: float = 0.03, name: str = "x") -> Value:
+    return n.fake(n.input(2, 16, 6, 6, name=name), scale)
+
+
+PARTS: dict[str, Part] = {
+    "integers": data,
+    "pool": lambda n: n.op("MaxPool", data(n, name="pooled"), attrs=POOL),
+    "product": lambda n: n.qconv(data(n, 0.02, "c"), 16),
+    "pointwise": lambda n: n.op("Relu", data(n, 0.02, "r")),
+    "other scale": lambda n: data(n, 0.05, "o"),
+    "pool of another scale": lambda n: n.op("MaxPool", data(n, 0.05, "p"), attrs=POOL),
+    "input": lambda n: n.input(2, 16, 6, 6, name="i"),
+    "product of float weights": lambda n: n.conv(data(n, 0.02, "d"), 16),
+    "product of floats": lambda n: n.conv(n.input(2, 16, 6, 6, name="f"), 16),
+}
+FREE, OTHERS = list(PARTS)[:4], list(PARTS)[4:]
+
+
+def joined(*names: str, channels: bool = False, read: bool = False) -> Graph:
+    n = QNet()
+    y = n.op("Concat", *[PARTS[name](n) for name in names], attrs=ConcatAttrs(1))
+    scale = n.const(np.full(n.dims(y)[1], 0.03) if channels else np.float32(0.03))
+    stored = n.op(
+        "QuantizeLinear", y, scale, n.const(np.zeros(n.graph.type(scale).static_shape), INT8), attrs=QuantizeAttrs(INT8)
+    )
+    return n.done(stored, *([n.op("Tanh", y)] if read else []))
+
+
+def moved(graph: Graph) -> Graph:
+    copy = graph.copy()
+    MOVE(copy, PassContext())
+    verify(copy)
+    assert MOVE(copy, PassContext()).changes == 0
+    return copy
+
+
+@pytest.mark.parametrize("first", ["pool", "product", "pointwise"])
+@pytest.mark.parametrize("second", FREE + OTHERS)
+def test_parts_are_quantized(first: str, second: str) -> None:
+    if first == second:
+        second = "integers"
+    graph = joined(first, second)
+    done = moved(graph)
+    (concat,) = done.of_kind("Concat")
+    assert concat.outputs[0].type.dtype == np.int8
+    rounded = {"integers": 0, "pool": 0}
+    inputs = len(graph.of_kind("QuantizeLinear")) - 1
+    assert len(done.of_kind("QuantizeLinear")) == inputs + rounded.get(first, 1) + rounded.get(second, 1)
+    same_integers(graph, done)
+
+
+def test_parts_that_would_need_more_launches() -> None:
+    for two in (("other scale", "input"), ("pool of another scale", "product of floats")):
+        graph = joined("product", *two)
+        report = MOVE(graph, PassContext())
+        assert report.changes == 0
+        assert any("would be quantized in launches of their own" in r.reason for r in report.refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [({"read": True}, "has another reader"), ({"channels": True}, "it has a scale per channel")],
+)
+def test_refusals(options: dict[str, Any], because: str) -> None:
+    graph = joined("product", "pointwise", **options)
+    report = MOVE(graph, PassContext())
+    assert report.changes == 0
+    assert any(because in r.reason for r in report.refused)
