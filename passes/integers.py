@@ -14,7 +14,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.quantized_concats import quantize_parts
+from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import rescaled_rounding, same_grid, same_pair
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.paths import path_to, repeated
@@ -314,6 +314,7 @@ class MoveIntegers(RulePass):
         split_integers,
         resized_integers,
         quantize_before_resize,
+        quantize_before_pool,
         quantize_before_moves,
         quantize_parts,
     )

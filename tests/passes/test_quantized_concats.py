@@ -92,3 +92,58 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
     report = MOVE(graph, PassContext())
     assert report.changes == 0
     assert any(because in r.reason for r in report.refused)
+
+
+@pytest.mark.parametrize("name", ["product", "pointwise"])
+def test_a_result_is_quantized_before_it_is_pooled(name: str) -> None:
+    n = QNet()
+    graph = n.done(n.q(n.op("MaxPool", PARTS[name](n), attrs=POOL), 0.03))
+    done = moved(graph)
+    (pool,) = done.of_kind("MaxPool")
+    assert pool.outputs[0].type.dtype == np.int8
+    assert len(done.of_kind("QuantizeLinear")) == 2
+    same_integers(graph, done)
+
+
+@pytest.mark.parametrize(
+    ("name", "twice", "because"),
+    [
+        ("input", False, "no launch computes the operand of MaxPool"),
+        ("product of float weights", False, "no launch computes the operand of MaxPool"),
+        ("product", True, "or its operand, has another reader"),
+    ],
+)
+def test_pools_of_floats(name: str, twice: bool, because: str) -> None:
+    n = QNet()
+    x = PARTS[name](n)
+    y = n.q(n.op("MaxPool", x, attrs=POOL), 0.03)
+    graph = n.done(y, *([n.op("Tanh", x)] if twice else []))
+    report = MOVE(graph, PassContext())
+    assert report.changes == 0
+    assert any(because in r.reason for r in report.refused)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_pools_of_pools(read: bool) -> None:
+    """The pyramid of YOLO (SPPF). If an operator reads a float, only this float is quantized in a launch of its own."""
+    n = QNet()
+    x = PARTS["product"](n)
+    parts = [x]
+    for _ in range(3):
+        parts.append(n.op("MaxPool", parts[-1], attrs=POOL))
+    graph = n.done(
+        n.q(n.op("Concat", *reversed(parts), attrs=ConcatAttrs(1)), 0.03), *([n.op("Tanh", x)] if read else [])
+    )
+    done = moved(graph)
+    assert {pool.outputs[0].type.dtype.name for pool in done.of_kind("MaxPool")} == {"int8"}
+    assert len(done.of_kind("QuantizeLinear")) == 2
+    same_integers(graph, done)
+
+
+def test_a_part_that_is_joined_twice() -> None:
+    n = QNet()
+    x = PARTS["product"](n)
+    graph = n.done(n.q(n.op("Concat", x, x, attrs=ConcatAttrs(1)), 0.03))
+    done = moved(graph)
+    assert len(done.of_kind("QuantizeLinear")) == 2
+    same_integers(graph, done)
