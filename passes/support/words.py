@@ -410,6 +410,7 @@ RULES: Mapping[str, str] = {
     "quantize_before_pool": "quantization moved before pools",
     "quantize_parts": "quantization moved before Concats",
     "resized_integers": "integers interpolated as floats",
+    "clipped_rounding": "values rounded once around their bounds, not twice",
     "rescaled_rounding": "values rounded once around their scale, not twice",
     "transpose_integers": "quantized weights transposed once",
     "shift_zero_point": "zero points of 8-bit integers moved to 0",
