@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.centered import centered
 from optdnn.passes.support.facts import is_pointwise, operand, producer
+from optdnn.passes.support.precision import SHARES_SCALE
 from optdnn.passes.support.quantized_values import is_dequantized, same_scale
-from optdnn.types import INT8, UINT8, is_float
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.types import INT8, UINT8, Array, is_float
 
 _PRODUCTS = frozenset({"Conv", "Gemm", "MatMul"})
 MOST_LAUNCHES = 1
@@ -49,6 +53,8 @@ def quantize_parts(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the float result of {concat.name} has another reader")
     if (why := _not_plain(graph, op)) is not None:
         return Miss(why)
+    if not _read_as_integers(graph, op):
+        return Miss("only operators on floats read the integers: their launch rounds and dequantizes")
     joined = _Joined(graph, op, concat)
     launches = [part for part in joined.parts if not joined.free(part)]
     if len(launches) > MOST_LAUNCHES:
@@ -69,7 +75,7 @@ class _Joined:
 
     def free(self, part: Value) -> bool:
         """Whether no launch is needed to quantize a part."""
-        if self._stored(part) is not None or self._pooled(part):
+        if self._constant(part) is not None or self._stored(part) is not None or self._pooled(part):
             return True
         return self._inside(part) and _rounds(self.graph, self.graph.op(part))
 
@@ -81,9 +87,19 @@ class _Joined:
                 pool = self.graph.op(part)
                 before = made.get(operand(pool)) or self._stored(operand(pool))
                 stored = patch.add(pool.kind, [before], pool.attrs, name=name, src=pool.src)
+            if (constant := self._constant(part)) is not None:
+                stored = patch.constant(constant, name)
             made[part] = stored or patch.add("QuantizeLinear", [part, *self.op.inputs[1:]], self.op.attrs, name=name)
         parts = [made[operand(self.concat, k)] for k in range(len(self.concat.inputs))]
         return patch.add(self.concat.kind, parts, self.concat.attrs)
+
+    def _constant(self, part: Value) -> Array | None:
+        """The integers of a constant part."""
+        operands = [self.graph.constant_value(v) for v in (part, *self.op.inputs[1:]) if v is not None]
+        if any(a is None for a in operands):
+            return None
+        attrs = plain_attrs(self.op.definition, self.op.attrs)
+        return run_kernel(self.op.kind, operands, attrs, [self.op.outputs[0].type.dtype])[0]
 
     def _stored(self, part: Value) -> Value | None:
         """The integers that a part is dequantized from, if they have the scale and zero point of the QuantizeLinear."""
@@ -108,11 +124,32 @@ class _Joined:
         return 1 + self._depth(operand(pool)) if pool.kind == "MaxPool" and part in self.parts else 0
 
 
+def _read_as_integers(graph: Graph, op: Op) -> bool:
+    """Whether a product reads the integers of a QuantizeLinear, or an operator that moves them, or the network's caller."""
+    users = graph.users(op.value)
+    readers = [u for user in users if user.kind == "DequantizeLinear" for u in graph.users(user.value)]
+    return any(u.kind != "DequantizeLinear" for u in users) or any(u.kind in _PRODUCTS | SHARES_SCALE for u in readers)
+
+
 def _rounds(graph: Graph, made: Op) -> bool:
     """Whether the launch of an op may round its result."""
     if len(made.outputs) > 1:
         return False
-    return is_pointwise(made) or (made.kind in _PRODUCTS and all(is_dequantized(graph, v) for v in made.inputs[:2]))
+    return is_pointwise(made) or (
+        made.kind in _PRODUCTS and is_dequantized(graph, made.inputs[0]) and _multiplies(graph, made)
+    )
+
+
+def _multiplies(graph: Graph, product: Op) -> bool:
+    """Whether the weights of a product are 8-bit integers, or fp8 numbers."""
+    before = producer(graph, product.inputs[1], {"DequantizeLinear"})
+    array = None if before is None else graph.constant_value(before.inputs[0])
+    if before is None or array is None or before.attrs.block_size:
+        return False
+    return (
+        is_float(array.dtype)
+        or centered(array, graph.constant_value(before.input(2)), before.attrs.axis % array.ndim) is not None
+    )
 
 
 def _compares(op: Op, pool: Op) -> bool:

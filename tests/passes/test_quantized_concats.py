@@ -12,6 +12,7 @@ from test_integers import same_integers
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import QuantizeAttrs
@@ -24,6 +25,13 @@ POOL = MaxPoolAttrs(kernel_shape=(3, 3), pads=(1, 1, 1, 1), strides=(1, 1), dila
 Part = Callable[[QNet], Value]
 
 
+def wide(n: QNet) -> Value:
+    """A product whose weights exceed int8 when their zero point is subtracted."""
+    stored = n.const(n.rng.integers(0, 256, (16, 16, 1, 1)), np.uint8)
+    w = n.dq(stored, 0.01, 7)
+    return n.op("Conv", data(n, 0.02, "w"), w, attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1)))
+
+
 def data(n: QNet, scale: float = 0.03, name: str = "x") -> Value:
     return n.fake(n.input(2, 16, 6, 6, name=name), scale)
 
@@ -33,13 +41,15 @@ PARTS: dict[str, Part] = {
     "pool": lambda n: n.op("MaxPool", data(n, name="pooled"), attrs=POOL),
     "product": lambda n: n.qconv(data(n, 0.02, "c"), 16),
     "pointwise": lambda n: n.op("Relu", data(n, 0.02, "r")),
+    "constant": lambda n: n.random(2, 16, 6, 6),
     "other scale": lambda n: data(n, 0.05, "o"),
     "pool of another scale": lambda n: n.op("MaxPool", data(n, 0.05, "p"), attrs=POOL),
     "input": lambda n: n.input(2, 16, 6, 6, name="i"),
     "product of float weights": lambda n: n.conv(data(n, 0.02, "d"), 16),
+    "product of wide weights": wide,
     "product of floats": lambda n: n.conv(n.input(2, 16, 6, 6, name="f"), 16),
 }
-FREE, OTHERS = list(PARTS)[:4], list(PARTS)[4:]
+FREE, OTHERS = list(PARTS)[:5], list(PARTS)[5:]
 
 
 def joined(*names: str, channels: bool = False, read: bool = False) -> Graph:
@@ -69,7 +79,7 @@ def test_parts_are_quantized(first: str, second: str) -> None:
     done = moved(graph)
     (concat,) = done.of_kind("Concat")
     assert concat.outputs[0].type.dtype == np.int8
-    rounded = {"integers": 0, "pool": 0}
+    rounded = {"integers": 0, "pool": 0, "constant": 0}
     inputs = len(graph.of_kind("QuantizeLinear")) - 1
     assert len(done.of_kind("QuantizeLinear")) == inputs + rounded.get(first, 1) + rounded.get(second, 1)
     same_integers(graph, done)
@@ -109,6 +119,7 @@ def test_a_result_is_quantized_before_it_is_pooled(name: str) -> None:
     ("name", "twice", "because"),
     [
         ("input", False, "no launch computes the operand of MaxPool"),
+        ("product of wide weights", False, "no launch computes the operand of MaxPool"),
         ("product of float weights", False, "no launch computes the operand of MaxPool"),
         ("product", True, "or its operand, has another reader"),
     ],
@@ -138,6 +149,16 @@ def test_pools_of_pools(read: bool) -> None:
     assert {pool.outputs[0].type.dtype.name for pool in done.of_kind("MaxPool")} == {"int8"}
     assert len(done.of_kind("QuantizeLinear")) == 2
     same_integers(graph, done)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_integers_that_only_floats_read(product: bool) -> None:
+    n = QNet()
+    y = n.fake(n.op("Concat", PARTS["product"](n), PARTS["other scale"](n), attrs=ConcatAttrs(1)), 0.03)
+    graph = n.done(n.op("Tanh", y), *([n.qconv(y, 8)] if product else []))
+    report = MOVE(graph, PassContext())
+    assert (report.changes > 0) == product
+    assert product or any("only operators on floats read the integers" in r.reason for r in report.refused)
 
 
 def test_a_part_that_is_joined_twice() -> None:
