@@ -59,7 +59,8 @@ def quantized_siblings(graph: Graph, op: Op) -> Match | Miss | None:
     name = f"{op.outputs[0].name}.siblings"
 
     def build(patch: Patch) -> None:
-        joined = [patch.constant(np.concatenate(each), f"{name}.{k}") for k, each in enumerate(arrays, 1)]
+        names = ("weights", "scales")
+        joined = [patch.constant(np.concatenate(a), f"{name}.{k}") for k, a in zip(names, arrays, strict=True)]
         merged = patch.add(op.kind, [x, *joined, *op.inputs[3:]], members[0].attrs, name=name)
         split = patch.add_op(
             "Split", [merged, integers(patch, widths, f"{name}.sizes")], SplitAttrs(axis),
