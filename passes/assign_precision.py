@@ -47,6 +47,7 @@ from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.large_indices import large_indices
+from optdnn.passes.support.large_scales import large_scales
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -179,12 +180,13 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
     """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16."""
     if "fp16" not in plan.floats:
         return Guards({})
-    found, largest = guards(graph), largest_values(graph)
+    found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
     account.tried = largest is not None
-    reasons = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph), **found.reasons}
+    others = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph)}
+    reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}
     stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
-    return Guards(stay, found.saturates & stay.keys())
+    return Guards(stay, {*found.saturates, *scaled.saturates} & stay.keys())
 
 
 def _float(plan: PrecisionPlan, op: Op) -> str:

@@ -41,6 +41,7 @@ from optdnn.passes.rules.shape import (
     transpose_is_reshape,
     whole_axes,
 )
+from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
 from optdnn.passes.rules.unit_axes import unit_axis
 from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
@@ -88,6 +89,7 @@ class Canonicalize(RulePass):
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
+        shared_transpose,  # after sinking, which moves transposes the other way
         select_is_where,
         known_compress,
         variance_of_joined_axes,  # before the means that it reads

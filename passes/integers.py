@@ -14,7 +14,8 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.repeated_roundings import rescaled_rounding, same_grid, same_pair
+from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
+from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
@@ -308,11 +309,19 @@ class MoveIntegers(RulePass):
     Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers, split_integers, resized_integers, quantize_before_resize, quantize_before_moves)
+    rules = (
+        on_integers,
+        split_integers,
+        resized_integers,
+        quantize_before_resize,
+        quantize_before_pool,
+        quantize_before_moves,
+        quantize_parts,
+    )
 
 
 class CanonicalizeIntegers(RulePass):
     """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
-    rules = (unfolded, same_pair, same_grid, rescaled_rounding, transposed_weights)
+    rules = (unfolded, same_pair, same_grid, clipped_rounding, rescaled_rounding, transposed_weights)

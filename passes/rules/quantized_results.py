@@ -13,6 +13,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.index import SplitAttrs
+from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
@@ -20,52 +21,104 @@ from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwi
 from optdnn.passes.support.quantized_values import SIXTEEN_BITS, quant_params
 from optdnn.passes.support.stages import ANCHORS, with_stages
 from optdnn.runtime.cuda.compile import render
-from optdnn.types import FP32, DType, is_float
+from optdnn.types import FP32, Array, DType, is_float
 
 _RESIDUAL = 3
 _ROUNDED = ("int8", "uint8", *SIXTEEN_BITS)
 
 
-@rule("quantized_siblings", {"QuantizedMatMul"})
+@rule("quantized_siblings", {"QuantizedConv", "QuantizedMatMul"})
 def quantized_siblings(graph: Graph, op: Op) -> Match | Miss | None:
-    """Products of the same data become one product with concatenated weights, and a Split, whose parts are read in place."""
+    """Products of the same data become one product with concatenated weights, and a Split, whose parts are read in place. So do
+    convolutions, unless a copy of the parts would take longer than what is saved."""
     x = operand(op)
     others = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x and u is not op]
     if not others:
         return None
-    members = [op, *(u for u in others if _key(u) == _key(op))]
+    if any(v is None or graph.constant_value(v) is None for u in (op, *others) for v in u.inputs[1:3]):
+        return Miss("its weights are not constant")
+    if _is_joined(graph, op):
+        return Miss("a Concat joins the results, and each product writes directly into the Concat's result")
+    alike = [u for u in others if _key(graph, u) == _key(graph, op) and not _is_joined(graph, u)]
+    members = _with_equal_stages(graph, [op, *alike])
     if len(members) == 1:
         return Miss("no other product of this data has the same stages and the same type")
-    if any((reader := graph.sole_user(u.value)) is not None and reader.kind == "Concat" for u in members):
-        return Miss("a Concat joins the results, and each product writes directly into the Concat's result")
-    if any(u.input(_RESIDUAL) is not None for u in members):
+    ops = [m.op for m in members]
+    if op.kind == "QuantizedConv" and op.attrs.group > 1:
+        return Miss("a grouped convolution reads only its own channels")
+    if any(u.input(_RESIDUAL) is not None for u in ops):
         return Miss("one of the products adds a tensor of its own")
-    widths, unit = [u.outputs[0].type.static_shape[-1] for u in members], 16 // op.outputs[0].type.dtype.itemsize
+    axis = 1 if op.kind == "QuantizedConv" else len(op.outputs[0].type.dims) - 1
+    widths, unit = [len(m.channel) for m in members], 16 // op.outputs[0].type.dtype.itemsize
     if any(width % unit for width in widths):
         return Miss("its parts do not begin at multiples of 16 bytes, and would have to be copied")
-    arrays = [[a for u in members if (a := graph.constant_value(u.inputs[k])) is not None] for k in (1, 2)]
+    copied, saved = 2 * sum(bytes_of(graph, u.value) for u in ops), (len(ops) - 1) * (bytes_of(graph, x) + LAUNCH_BYTES)
+    if op.kind == "QuantizedConv" and copied > saved:
+        return Miss(f"copying the parts ({copied / 1e6:.1f} MB) would take longer than is saved ({saved / 1e6:.1f} MB)")
+    arrays = [[m.weight for m in members], [m.channel for m in members]]
     name = f"{op.outputs[0].name}.siblings"
 
     def build(patch: Patch) -> None:
-        joined = [
-            patch.constant(np.concatenate(each), f"{name}.{k}")
-            for k, each in zip(("weights", "scales"), arrays, strict=True)
-        ]
-        merged = patch.add(op.kind, [x, *joined, *op.inputs[3:]], op.attrs, name=name)
-        axis = len(op.outputs[0].type.dims) - 1
+        names = ("weights", "scales")
+        joined = [patch.constant(np.concatenate(a), f"{name}.{k}") for k, a in zip(names, arrays, strict=True)]
+        merged = patch.add(op.kind, [x, *joined, *op.inputs[3:]], members[0].attrs, name=name)
         split = patch.add_op(
             "Split", [merged, integers(patch, widths, f"{name}.sizes")], SplitAttrs(axis),
-            names=[u.outputs[0].name for u in members], outputs=len(members),
+            names=[u.outputs[0].name for u in ops], outputs=len(ops),
         )  # fmt: skip
-        for k, member in enumerate(members):
+        for k, member in enumerate(ops):
             patch.replace(member.value, Value(split.id, k))
 
-    return Match(tuple(members), build)
+    return Match(tuple(ops), build)
 
 
-def _key(op: Op) -> tuple[object, ...]:
-    """A key for products: products with equal keys differ only in their weights and numbers of channels."""
-    return (op.attrs, op.inputs[4:])
+def _is_joined(graph: Graph, op: Op) -> bool:
+    """Whether a Concat is the only reader of a product."""
+    reader = graph.sole_user(op.value)
+    return reader is not None and reader.kind == "Concat"
+
+
+@dataclass(frozen=True)
+class _Sibling:
+    """A product with its constants; ``attrs``: as all siblings have them."""
+
+    op: Op
+    attrs: RequantizeAttrs
+    weight: Array
+    channel: Array
+
+
+def _key(graph: Graph, op: Op) -> tuple[object, ...]:
+    """A key for products: products with equal keys differ only in their weights, in numbers of channels, and in the last factor."""
+    weight = graph.constant_value(op.inputs[1])
+    shape = None if weight is None else weight.shape[1:]
+    return (replace(op.attrs, stages=_but_factor(op.attrs.stages)), shape, op.inputs[4:])
+
+
+def _but_factor(stages: tuple[render.Stage, ...]) -> tuple[render.Stage, ...]:
+    """The stages without the factor that the scale of the result is."""
+    return stages[:-1] if stages and stages[-1][0] == "mul_const" else stages
+
+
+def _with_equal_stages(graph: Graph, ops: Sequence[Op]) -> list[_Sibling]:
+    """The products. If their last factors differ, each channel gets its own; products with such numbers already are left out."""
+    taken = [
+        _Sibling(u, u.attrs, *(a for v in u.inputs[1:3] if (a := graph.constant_value(v)) is not None)) for u in ops
+    ]
+    alike = [m for m in taken if m.attrs == taken[0].attrs]
+    if len(alike) == len(taken):
+        return alike
+    plain = [m for m in taken if m.channel.shape[1] == 2]
+    return [_with_factors(m) for m in plain] if taken[0] in plain else alike
+
+
+def _with_factors(member: _Sibling) -> _Sibling:
+    """The product, whose last factor is a number of each channel."""
+    stages = member.attrs.stages
+    factor = stages[-1][1] if _but_factor(stages) != stages else 1.0
+    column = np.full((len(member.channel), 1), factor, member.channel.dtype)
+    attrs = replace(member.attrs, stages=(*_but_factor(stages), ("channel_mul",)))
+    return replace(member, attrs=attrs, channel=np.concatenate([member.channel, column], axis=1))
 
 
 @rule("wide_result", {"QuantizedMatMul"})

@@ -1,4 +1,4 @@
-"""Roundings of rounded numbers: to the same integers, to the same grid, or after a scale."""
+"""Roundings of rounded numbers: to the same integers, to the same grid, after a bound, or after a scale."""
 
 from __future__ import annotations
 
@@ -62,9 +62,44 @@ def same_grid(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | N
     return Match((root,), lambda patch: first.value)
 
 
-def _grid(graph: Graph, dequantize: Op) -> tuple[int, int] | None:
-    """The smallest and the largest number that a DequantizeLinear of one zero point gives, in units of its scale."""
-    dtype, zeros = graph.type(operand(dequantize)).dtype, zeros_of(graph, dequantize)
+@rule("clipped_rounding", {"QuantizeLinear"})
+def clipped_rounding(graph: Graph, op: Op) -> Match | Miss | None:
+    """A bound (Relu, Clip) between two roundings of one scale needs only the second one: the bound keeps the order of numbers.
+
+    ONNX Runtime rounds the result of a convolution, and that of its activation, if scales are symmetric."""
+    bound = producer(graph, op.inputs[0], {"Clip", "Relu"})
+    before = None if bound is None else producer(graph, bound.inputs[0], {"DequantizeLinear"})
+    first = None if before is None else producer(graph, before.inputs[0], {"QuantizeLinear"})
+    if bound is None or before is None or first is None or not same_scale(graph, first, before):
+        return None
+    if any(graph.constant_value(v) is None for v in bound.inputs[1:] if v is not None):
+        return None
+    x, plain = operand(first), not any(one.attrs.block_size for one in (first, before, op))
+    scale = scalar(graph, operand(op, 1))
+    if not plain or scale is None or not same_constant(graph, first.input(1), op.input(1)):
+        return None
+    if not np.finfo(np.float32).tiny <= scale < np.inf or graph.type(x).dtype != bound.outputs[0].type.dtype:
+        return Miss("its scale is not a normal number, or the types differ")
+    inner, outer = (_grid(graph, one) for one in (first, op))
+    if inner is None or outer is None:
+        return None
+    low = 0 if bound.kind == "Relu" else -np.inf
+    if inner[0] > max(low, outer[0]) or inner[1] < outer[1]:
+        return Miss("the first rounding has a smaller range")
+    if any(graph.sole_user(one.value) is None for one in (first, before, bound)):
+        return Miss("other operators read what is rounded before it")
+
+    def build(patch: Patch) -> Value:
+        y = patch.add(bound.kind, [x, *bound.inputs[1:]], bound.attrs)
+        return patch.add("QuantizeLinear", [y, *op.inputs[1:]], op.attrs)
+
+    return Match((op, bound, before, first), build)
+
+
+def _grid(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """The smallest and the largest number that a Q or DQ of one zero point gives, in units of its scale."""
+    stored = op.value if op.kind == "QuantizeLinear" else operand(op)
+    dtype, zeros = graph.type(stored).dtype, zeros_of(graph, op)
     if dtype.kind not in "iu" or zeros is None or len(zeros) != 1:
         return None
     info, zero = np.iinfo(dtype), next(iter(zeros))

@@ -2,7 +2,8 @@
 
 ONNX Runtime quantizes operator by operator: the result of a convolution is rounded before its activation, or before the addition
 of a shortcut, whose result is rounded again. In registers, a rounding is a multiplication, a rounding to integers, bounds, and
-the multiplication by the scale. Reshapes in between do not matter: stages compute each element by itself.
+the multiplication by the scale. Reshapes in between do not matter: stages compute each element by itself. A Pointwise may be
+several of these operators.
 
 SiLU and hard swish are two operators to it: ``y * sigmoid(y)``, with a rounding of the sigmoid. Both are one stage.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +78,6 @@ def _constants(before: Sequence[render.Stage], result: Rounded) -> int:
 
 def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded | None:
     """The next rounding after activations, and an addition if ``adds``; None if there is none."""
-    numbers = found.numbers
     views, before = _views_after(graph, found.store.value)
     if before is None or before.kind != "DequantizeLinear":
         return None
@@ -84,18 +85,19 @@ def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded 
     if given is None or given.dtype not in INTEGERS:
         return None
     low, high = (float(b - given.zero) for b in requantize.BOUNDS[given.dtype])
-    stages = [
-        *found.stages,
+    rounding: list[render.Stage] = [
         ("mul_const", 1.0 / given.scale),
         ("round",),
         ("clip", low, high),
         ("mul_const", given.scale),
     ]
-    value, residual, ops, begun = before.value, found.residual, [*found.ops, found.store, *views, before], False
+    more = _Stages(graph, [*found.stages, *rounding], adds, columns, found.residual, found.numbers)
+    value, ops, begun = before.value, [*found.ops, found.store, *views, before], False
     while True:
         store = quantization(graph, value)
         if store is not None and begun:
-            return Rounded(*store, tuple(stages), residual, tuple(ops), numbers) if store[1].dtype in INTEGERS else None
+            known = store[1].dtype in INTEGERS
+            return Rounded(*store, tuple(more.rendered), more.residual, tuple(ops), more.numbers) if known else None
         views, user = _views_after(graph, value)
         if views:
             value = views[-1].value
@@ -103,47 +105,78 @@ def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded 
             continue
         gated = _gated(graph, value) if user is None else None
         if gated is not None:
-            stages.append(gated.stage)
+            more.rendered.append(gated.stage)
             ops += gated.ops
             value, begun = gated.ops[-1].value, True
             continue
-        if user is None or user.outputs[0].type.shape != graph.type(value).shape:
+        chain = None if user is None else _chain(graph, user, value)
+        if user is None or chain is None or not all(more.take(user, stage, value) for stage in chain):
             return None
         ops.append(user)
-        if user.kind == "Cast" and is_float(user.attrs.to):
-            pass
-        elif numbers is None and columns and (more := _added_numbers(graph, user, value, columns)) is not None:
-            stages.append(("channel_add",))
-            numbers, begun = more, True
-        elif user.kind == "Add" and adds and residual is None:
-            (other,) = [v for v in user.inputs if v != value and v is not None]
-            residual = dequantized(graph, other)
-            if (
-                residual is None
-                or residual[1].dtype not in INTEGERS
-                or graph.type(residual[0]).shape != graph.type(value).shape
-            ):
-                return None
-            stages.append(("add",))
-            begun = True
-        else:
-            into, slots = Epilogue(), range(1, len(user.inputs))
-            stage = Stage(user.kind, (-1, *slots), user.attrs)
-            if operand(user) != value or not absorb_unary(graph, user, stage, into):
-                return None
-            stages += into.rendered
-            begun = True
+        begun = begun or any(stage.kind != "Cast" for stage in chain)
         value = user.value
 
 
-def _added_numbers(graph: Graph, user: Op, value: Value, columns: int) -> Array | None:
-    """The constant number that ``user`` adds to each column of ``value``, in fp32; None for other operators."""
-    others = [v for v in user.inputs if v is not None and v != value]
-    shape = graph.type(value).static_shape
-    if user.kind != "Add" or len(others) != 1 or shape[-1:] != (columns,):
+def _chain(graph: Graph, user: Op, value: Value) -> list[Stage] | None:
+    """The stages of a value's only reader: each of the result before it (-1) and other operands. None if they are no chain."""
+    if user.outputs[0].type.shape != graph.type(value).shape:
         return None
-    array = graph.constant_value(others[0])
-    if array is None and (stored := dequantized(graph, others[0])) is not None:
+    slots = tuple(None if v is None else k for k, v in enumerate(user.inputs))
+    stages = user.attrs.epilogue if user.kind == "Pointwise" else [Stage(user.kind, slots, user.attrs)]
+    chain: list[Stage] = []
+    for k, stage in enumerate(stages):
+        args = [0 if a == -1 else a for a in stage.args]  # -1 is operand 0
+        before = [a == ~k if k else a is not None and a >= 0 and user.inputs[a] == value for a in args]
+        others = [a for a, is_before in zip(args, before, strict=True) if not is_before]
+        outside = all(a is None or (a >= 0 and user.inputs[a] != value) for a in others)
+        if sum(before) != 1 or not outside or not (before[0] or stage.kind == "Add"):
+            return None
+        chain.append(Stage(stage.kind, (-1, *others), stage.attrs))
+    return chain
+
+
+@dataclass
+class _Stages:
+    """The rendered stages of a product so far, and what they read."""
+
+    graph: Graph
+    rendered: list[render.Stage]
+    adds: bool
+    columns: int
+    residual: tuple[Value, QuantParams] | None
+    numbers: Array | None
+
+    def take(self, user: Op, stage: Stage, value: Value) -> bool:
+        """Append a stage of ``user``, which reads ``value``; False if kernels cannot run it."""
+        attrs: Any = stage.attrs
+        if stage.kind == "Cast" and is_float(attrs.to):
+            return True
+        if stage.kind != "Add":
+            into = Epilogue()
+            taken = absorb_unary(self.graph, user, stage, into)
+            self.rendered += into.rendered
+            return taken
+        other = user.inputs[stage.args[1] or 0]
+        more = _added_numbers(self.graph, value, other, self.columns) if self.numbers is None else None
+        if more is not None:
+            self.numbers = more
+            self.rendered.append(("channel_add",))
+            return True
+        found = dequantized(self.graph, other) if self.adds and self.residual is None else None
+        if found is None or found[1].dtype not in INTEGERS:
+            return False
+        self.residual = found
+        self.rendered.append(("add",))
+        return self.graph.type(found[0]).shape == self.graph.type(value).shape
+
+
+def _added_numbers(graph: Graph, value: Value, other: Value | None, columns: int) -> Array | None:
+    """The constant number that the addition of ``other`` adds to each column of ``value``, in fp32; None for other operands."""
+    shape = graph.type(value).static_shape
+    if other is None or not columns or shape[-1:] != (columns,):
+        return None
+    array = graph.constant_value(other)
+    if array is None and (stored := dequantized(graph, other)) is not None:
         integers = graph.constant_value(stored[0])
         array = (
             None if integers is None else (integers.astype(np.float32) - stored[1].zero) * np.float32(stored[1].scale)

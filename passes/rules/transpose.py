@@ -107,11 +107,11 @@ def _pays(graph: Graph, op: Op, users: Sequence[Op]) -> bool:
         parts = parts or len(readers) > 1
         turned[user.value] = passage.perm
         waiting += [u for u in readers if u.kind != "Transpose" and u not in waiting]
-        undone = undone and all(u.attrs.perm == _undo(passage.perm) for u in readers if u.kind == "Transpose")
+        undone = undone and all(u.attrs.perm == undo(passage.perm) for u in readers if u.kind == "Transpose")
     return undone or not parts
 
 
-def _undo(perm: Perm) -> Perm:
+def undo(perm: Perm) -> Perm:
     """The permutation after which an array has the order that it had before ``perm``."""
     return tuple(int(i) for i in np.argsort(perm))
 
@@ -207,7 +207,7 @@ def _pointwise(graph: Graph, op: Op, turned: Turned, perm: Perm) -> Passage | No
         array = graph.constant_value(v)
         if _is_moved(graph, v, turned, perm):
             moved.append(i)
-        elif (array is None and _before(graph.type(v).shape, perm) is None) or (
+        elif (array is None and shape_before(graph.type(v).shape, perm) is None) or (
             array is not None and array.ndim > len(perm)
         ):
             return None
@@ -220,7 +220,7 @@ def _pointwise(graph: Graph, op: Op, turned: Turned, perm: Perm) -> Passage | No
                 operands.append(_untransposed(graph, v))
             elif array is not None and array.size > 1:
                 operands.append(patch.constant(_moved_constant(array, perm), "moved"))
-            elif v is not None and array is None and (shape := _before(graph.type(v).shape, perm)) is not None:
+            elif v is not None and array is None and (shape := shape_before(graph.type(v).shape, perm)) is not None:
                 operands.append(in_shape(patch, v, shape, op.src))
             else:
                 operands.append(v)
@@ -229,7 +229,7 @@ def _pointwise(graph: Graph, op: Op, turned: Turned, perm: Perm) -> Passage | No
     return Passage(tuple(moved), build, perm)
 
 
-def _before(shape: Shape | None, perm: Perm) -> Shape | None:
+def shape_before(shape: Shape | None, perm: Perm) -> Shape | None:
     """The shape before a transpose by ``perm`` to ``shape``, if a Reshape does the same (only axes of size 1 move); else None."""
     if shape is None or len(shape) > len(perm):
         return None
@@ -277,7 +277,7 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     new_axes = sorted(perm[a] for a in out)
     result = op.outputs[0].type.shape
     meets = all(user.kind == "Transpose" for user in graph.users(op.value))
-    in_place = op.attrs.keepdims and not meets and _before(result, perm) is not None  # a Reshape does the same
+    in_place = op.attrs.keepdims and not meets and shape_before(result, perm) is not None  # a Reshape does the same
     inverse = None if in_place else perm
     after = inverse if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 

@@ -494,3 +494,56 @@ def test_other_scaled_values_are_rounded_twice() -> None:
     check_untouched(CANONICAL, rescaled(0.005 * 0.04, kind="Div", swap=True))
     for read in ("first", "back", "scaled"):
         check_refused(CANONICAL, rescaled(read=read), because="other operators read what is rounded before it")
+
+
+# ---------------------------------------------------------------- bounds between two roundings of one scale
+
+
+def bounded(
+    kind: str = "Relu", *, dtypes: tuple[Any, Any] = (INT8, INT8), zeros: tuple[int, int] = (0, 0),
+    scales: tuple[float, float] = (0.02, 0.02), read: str = "", computed: bool = False,
+) -> Graph:  # fmt: skip
+    n = Net()
+    first = q(n, n.input(4, 64), scales[0], zeros[0], dtypes[0])
+    x = dq(n, first, scales[0], zeros[0])
+    bounds = [] if kind == "Relu" else [n.const(-0.7), n.input(name="most") if computed else n.const(1.113)]
+    y = n.op(kind, x, *bounds)
+    out = q(n, y, scales[1], zeros[1], dtypes[1])
+    more = {"first": [x], "bounded": [y]}.get(read, [])
+    return n.done(out, *(n.op("Tanh", v) for v in more))
+
+
+@pytest.mark.parametrize("kind", ["Relu", "Clip"])
+@pytest.mark.parametrize(
+    ("dtypes", "zeros"),
+    [((INT8, INT8), (0, 0)), ((UINT8, UINT8), (7, 7)), ((UINT8, INT8), (100, 0)), ((INT8, INT8), (-9, -5))],
+)
+def test_a_bound_keeps_the_order(kind: str, dtypes: tuple[Any, Any], zeros: tuple[int, int]) -> None:
+    graph = bounded(kind, dtypes=dtypes, zeros=zeros)
+    done = graph.copy()
+    inner, outer = ((0 if t == UINT8 else -128) - z for t, z in zip(dtypes, zeros, strict=True))
+    fires = inner <= (max(0, outer) if kind == "Relu" else outer) and inner + 255 >= outer + 255
+    assert [f.rule for f in CANONICAL(done, PassContext()).fired] == (["clipped_rounding"] if fires else [])
+    verify(done)
+    assert len(done.of_kind("QuantizeLinear")) == 2 - fires
+    for seed in range(3):
+        feeds = random_feeds(graph, seed)
+        (want,), (got,) = (evaluate(g, feeds).values() for g in (graph, done))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"dtypes": (INT8, UINT8)}, "the first rounding has a smaller range"),
+        ({"read": "first"}, "other operators read"),
+        ({"read": "bounded"}, "other operators read"),
+    ],
+)
+def test_bounds_between_roundings_that_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(CANONICAL, bounded(**options), because=because)
+
+
+@pytest.mark.parametrize("options", [{"scales": (0.02, 0.03)}, {"kind": "Clip", "computed": True}])
+def test_other_bounds(options: dict[str, Any]) -> None:
+    check_untouched(CANONICAL, bounded(**options))

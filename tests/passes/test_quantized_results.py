@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.quantized_nets import QNet
+from support.quantized_nets import QNet, within
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
@@ -123,7 +123,7 @@ def test_convolutions_with_the_same_padding_share_it() -> None:
     n = RunNet()
     x = n.own(n.input(2, 8, 7, 6))
     attrs = ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1))
-    made, _ = folded(n.done(*(n.op("Conv", x, n.weights(16, 8, 3, 3), attrs=attrs) for _ in range(2))))
+    made, _ = folded(n.done(*(n.op("Conv", x, n.weights(width, 8, 3, 3), attrs=attrs) for width in (16, 15))))
     assert made.kinds() == {"DynamicRange": 1, "Pad": 1, "Pointwise": 1, "QuantizedConv": 2}
 
 
@@ -228,6 +228,49 @@ def test_siblings_that_add_tensors_stay() -> None:
     made, report = folded(n.done(*outs))
     assert made.kinds()["QuantizedMatMul"] == 2
     assert any("one of the products adds a tensor of its own" in r.reason for r in report.refused)
+
+
+def branches(*, scales: tuple[float, float] = (0.02, 0.03), activation: str = "Relu", **options: Any) -> Graph:
+    """Two rounded convolutions of the same image."""
+    n = QNet()
+    x = n.fake(n.input(2, 16, 7, 6), 0.03)
+    outs = []
+    for k, scale in enumerate(scales):
+        stages = (Stage(activation, (-1,)),) if activation else ()
+        width, kernel = options.get("widths", (32, 16))[k], options.get("kernels", (3, 3))[k]
+        y = n.qconv(x, width, kernel, group=options.get("group", 1), epilogue=stages)
+        outs.append(n.q(y, scale, *options.get("zeros", (None, None))[k : k + 1]))
+    return n.done(*outs)
+
+
+@pytest.mark.parametrize("scales", [(0.02, 0.03), (0.02, 0.02)])
+@pytest.mark.parametrize("activation", ["Relu", "Sigmoid", ""])
+def test_convolutions_of_the_same_image_are_one(scales: tuple[float, float], activation: str) -> None:
+    """Each channel gets its own last factor, if the scales of the results differ."""
+    graph = branches(scales=scales, activation=activation)
+    made, _ = folded(graph)
+    (conv,) = made.of_kind("QuantizedConv")
+    assert made.type(conv.value).static_shape == (2, 48, 7, 6)
+    own = activation == "Sigmoid" and len(set(scales)) > 1
+    assert (("channel_mul",) in conv.attrs.stages) == own
+    within(graph, made, 1.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"kernels": (3, 1)}, "has the same stages"),
+        ({"zeros": (3, 4)}, "has the same stages"),
+        ({"group": 2}, "reads only its own channels"),
+        ({"widths": (32, 8)}, "would have to be copied"),
+        ({"launch": 100}, "would take longer than is saved"),
+    ],
+)
+def test_convolutions_that_stay(options: dict[str, Any], because: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_results, "LAUNCH_BYTES", options.get("launch", quantized_results.LAUNCH_BYTES))
+    made, report = folded(branches(**options))
+    assert len(made.of_kind("QuantizedConv")) == 2
+    assert any(because in r.reason for r in report.refused if r.rule == "quantized_siblings")
 
 
 # ---------------------------------------------------------------- fp32 results

@@ -14,11 +14,13 @@ from support.simulated import calibrated, feeds_of
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops import requantize
+from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.unary import HardSigmoidAttrs
 from optdnn.runtime.cuda.compile import render
-from optdnn.types import FP16
+from optdnn.types import FP16, FP32
 
 SHAPE = (2, 16, 9, 7)
 
@@ -73,6 +75,41 @@ def test_it_is_a_part_of_the_product(name: str, product: str) -> None:
     (made,) = (op for op in done.ops() if op.kind in ("QuantizedConv", "QuantizedMatMul"))
     assert [s[0] for s in made.attrs.stages if s[0] != "bias"][: len(ROUND) + len(stages)] == ROUND + stages
     assert made.outputs[0].type.dtype == np.int8
+    within(graph, done, 0.0501)
+
+
+def joined(*stages: Stage, other: int = 1) -> Callable[[QNet, Value], Value]:
+    """One Pointwise of the result and a shortcut. ``other``: the operand that is the shortcut."""
+
+    def after(n: QNet, y: Value) -> Value:
+        given = [y, n.fake(n.input(*n.dims(y), name="b"), 0.02)]
+        return n.op("Pointwise", *(given if other else given[::-1]), attrs=PointwiseAttrs(epilogue=stages))
+
+    return after
+
+
+RELU, ADD = Stage("Relu", (-2,)), Stage("Add", (-1, 1))
+JOINED: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
+    "shortcut and relu": (joined(ADD, RELU), ["add", "relu"]),
+    "shortcut first": (joined(ADD, RELU, other=0), ["add", "relu"]),
+    "relu and shortcut": (joined(Stage("Relu", (-1,)), Stage("Add", (-2, 1))), ["relu", "add"]),
+    "with a cast": (joined(ADD, Stage("Cast", (-2,), CastAttrs(FP32)), Stage("Relu", (-3,))), ["add", "relu"]),
+    "read twice": (joined(ADD, Stage("Mul", (-2, -1))), []),
+    "of a register": (joined(ADD, RELU, Stage("Mul", (-3, -2))), []),
+    "no sum": (joined(Stage("Mul", (-1, 1)), RELU), []),
+    "twice the shortcut": (joined(ADD, Stage("Add", (-2, 1))), []),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_pointwise_operators_that_are_one_already(name: str) -> None:
+    """NNCF and PyTorch round the result of a convolution, and then what follows the shortcut's activation."""
+    after, stages = JOINED[name]
+    graph = network(after)
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    expected = [*ROUND, *stages, "mul_const"] if stages else []
+    assert [s[0] for s in made.attrs.stages][1:] == expected
     within(graph, done, 0.0501)
 
 

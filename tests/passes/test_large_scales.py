@@ -1,0 +1,56 @@
+"""Values with a scale beyond fp16 (a quantized mask) are computed and rounded in fp32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import from_text
+from support.simulated import lowered, simulate
+
+from optdnn.passes.support.large_scales import large_scales
+
+HEAD = '<ir_version: 9, opset_import: ["": 17]>\ng (float[4,8] x, bool[4,8] m) => (float[4,8] y)\n'
+
+
+def graph_of(body: str, scale: float = 2.7e36, fill: float = -3.4e38) -> str:
+    constants = f"float large = {{{scale}}}, float small = {{0.02}}, int8 zero = {{0}}, float fill = {{{fill}}}, float none = {{0}}"
+    return f"{HEAD}<{constants}>\n{{ {body} }}"
+
+
+MASK = "mask = Where(m, none, fill) "
+ROUND = "q = QuantizeLinear({0}, large, zero) d = DequantizeLinear(q, large, zero) "
+QUANTIZED = MASK + "s = Add(x, mask) " + ROUND.format("s") + "y = Softmax(d)"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (QUANTIZED, {"mask", "s", "q", "d"}),
+        (MASK + ROUND.format("mask") + "t = Relu(x) s = Add(t, d) y = Softmax(s)", {"mask", "q", "d"}),
+        (
+            MASK + "s = Add(x, mask) p = Softmax(s) " + ROUND.format("p") + "y = Relu(d)",
+            {"q", "d"},
+        ),  # softmax bounds it
+        (MASK + "s = Add(x, mask) y = Softmax(s)", set()),  # it saturates, and nothing rounds it
+        (MASK + "q = QuantizeLinear(mask, small, zero) d = DequantizeLinear(q, small, zero) y = Add(x, d)", set()),
+    ],
+)
+def test_operators_with_large_scales(body: str, expected: set[str]) -> None:
+    graph = from_text(graph_of(body))
+    assert {graph.op(i).outputs[0].name for i in large_scales(graph).reasons} == expected
+
+
+@pytest.mark.parametrize(("scale", "found"), [(511.0, False), (513.0, True)])
+def test_the_largest_integer_decides(scale: float, found: bool) -> None:
+    guards = large_scales(from_text(graph_of(QUANTIZED, scale)))
+    assert bool(guards.reasons) == found
+    assert bool(guards.saturates) == found
+
+
+def test_a_quantized_mask_works_in_fp16() -> None:
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((4, 8)).astype(np.float32), "m": rng.random((4, 8)) < 0.7}
+    feeds["m"][:, 0] = True
+    got = simulate(lowered(from_text(graph_of(QUANTIZED)), "fp16"), feeds)["y"]
+    expected = feeds["m"] / feeds["m"].sum(axis=1, keepdims=True)  # all scores are rounded to 0
+    np.testing.assert_allclose(got, expected, atol=1e-3)
