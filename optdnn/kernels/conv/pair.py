@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Graph, Op
@@ -14,6 +14,8 @@ from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, FP16
+
+P = TypeVar("P")
 
 
 class Kind(NamedTuple):
@@ -44,6 +46,16 @@ def _is_one_pixel(graph: Graph, op: Op) -> bool:
 POINTWISE = Kind("1x1 convolution", _is_pointwise)
 DEPTHWISE = Kind("depthwise convolution", _is_depthwise)
 ONE_PIXEL = Kind("1x1 convolution of one pixel", _is_one_pixel)
+
+
+@dataclass(frozen=True)
+class Pair(Generic[P]):
+    """The first of the two convolutions, the epilogues of both, and the kernel's problem."""
+
+    first: Op
+    between: Epilogue
+    epilogue: Epilogue
+    problem: P
 
 
 class ConvPair(Tactic):

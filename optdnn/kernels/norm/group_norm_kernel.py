@@ -150,6 +150,12 @@ def refuse_slabs(
     return None
 
 
+def vectors(problem: Problem) -> tuple[int, int]:
+    """Channels of the widest possible access, and of the smallest slab: whole groups in whole accesses."""
+    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
+    return lanes, math.lcm(problem.group, lanes)
+
+
 def after_norm(problem: Problem) -> dict[str, int]:
     """Constants of ``after_norm.cuh``."""
     stages = {} if problem.numbers is None else {"CHANNEL_STAGES": 1}
@@ -239,8 +245,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when an image does not fit a cluster."""
     found: list[tuple[float, Config]] = []
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
-    least = math.lcm(problem.group, lanes)
+    lanes, least = vectors(problem)
     for slab in range(least, problem.channels + 1, least):
         for cluster in (1, 2, 4, 8, 16):
             for threads in (128, 256, 512):
