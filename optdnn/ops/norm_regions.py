@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ops.attention import RotaryAttrs
-from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol
-from optdnn.ops.checks import agree, elements, per_element, require_rank
+from optdnn.ops.base import STEPS_TOL, Attrs, Call, Cost, NestedAttrs, Result, Stage
+from optdnn.ops.checks import agree, agree_all, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
 from optdnn.ops.held import held_attrs, infer_as, plain_held, region
 from optdnn.ops.regions import without
+from optdnn.runtime.reference.conv_regions import prefixed
 from optdnn.types import FP32, TensorType
 
 
@@ -45,7 +46,7 @@ class NormAddNormAttrs(NestedAttrs):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> NormAddNormAttrs:
-        first = {name.removeprefix(FIRST): value for name, value in given.items() if name.startswith(FIRST)}
+        first = prefixed(given, FIRST)
         last = AddNormAttrs.read({name: value for name, value in given.items() if not name.startswith(FIRST)})
         return cls(last.norm, last.own, AddNormAttrs.read(first))
 
@@ -217,21 +218,12 @@ def _infer_normed_residual(call: Call) -> Result:
     require_rank(moments, 3, "NormedResidual moments")
     columns, depth = weights.dims
     agree(x.dims[1], depth, f"NormedResidual weights {weights} do not fit rows {x}")
-    for found, wanted in zip(residual.dims, (x.dims[0], columns), strict=True):
-        agree(found, wanted, f"NormedResidual {residual} does not fit rows {x} times {weights}")
+    agree_all(residual.dims, (x.dims[0], columns), f"NormedResidual {residual} does not fit rows {x} times {weights}")
     agree(x.dims[0], moments.dims[1], f"NormedResidual moments {moments} are not of rows {residual}")
     return Result((x.with_shape((x.dims[0], columns)),))
 
 
 # ---------------------------------------------------------------- definitions
-
-
-def _cost_add_norm(call: Call, result: Result) -> Cost:
-    return Cost(9 * elements(call.type(0)))
-
-
-def _cost_norm_add_norm(call: Call, result: Result) -> Cost:
-    return Cost(17 * elements(call.type(0)))
 
 
 def _cost_activated_norm(call: Call, result: Result) -> Cost:
@@ -265,18 +257,12 @@ def _cost_group_apply(call: Call, result: Result) -> Cost:
 
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
-    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
-    region("NormAddNorm", _infer_norm_add_norm, NormAddNormAttrs, cost=_cost_norm_add_norm),
+    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=per_element(9)),
+    region("NormAddNorm", _infer_norm_add_norm, NormAddNormAttrs, cost=per_element(17)),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
-    region(
-        "GroupMoments",
-        _infer_group_moments,
-        GroupMomentsAttrs,
-        cost=per_element(4),
-        arity=1,
-    ),
+    region("GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), arity=1),
     region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
-    region("SoftmaxMean", _infer_softmax_mean, cost=lambda call, result: Cost(6 * elements(call.type(0)))),
-    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=Tol(rtol=1e-4, atol=1e-5)),
+    region("SoftmaxMean", _infer_softmax_mean, cost=per_element(6)),
+    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=STEPS_TOL),
 )

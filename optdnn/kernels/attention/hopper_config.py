@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from optdnn.kernels.attention.problem import Problem, mask_rows, unsuitable

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -148,7 +148,9 @@ class Expanded(ConvPair, MakesMeans):
         finish(b, op, ep, out, target)
 
     @staticmethod
-    def _operands(b: Builder, op: Op, pair: Pair[expanded.Problem], x: TensorView) -> tuple[dict[str, TensorView], list[TensorView]]:
+    def _operands(
+        b: Builder, op: Op, pair: Pair[expanded.Problem], x: TensorView
+    ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The constants by operand name, and weights, their bias, filters and their bias as the two convolutions read them."""
         weight, filters, name = b.weights(pair.first), b.weights(op), op.outputs[0].name
         channels, taps_w = len(weight), filters.shape[3]
