@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, ClassVar
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -43,7 +43,7 @@ class Region:
 
 def readers(graph: Graph, op: Op) -> list[Op]:
     """The operators that read a result of ``op``."""
-    return [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
+    return [user for v in op.values for user in graph.users(v)]
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Tactic(ABC):
     def place(self, b: Builder, op: Op) -> None:
         """Decide the places of the region's results (``Builder.place``): the reserved ones, or new buffers. Nothing is launched.
         :meth:`Builder.move` records the views that must be copied."""
-        for port in range(len(op.outputs)):
-            b.target(Value(op.id, port))
+        for value in op.values:
+            b.target(value)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.

@@ -36,7 +36,7 @@ class GraphEmit:
     def op(self, kind: str, inputs: Sequence[Any], attrs: Attrs | None = None, outputs: int = 1) -> tuple[Value, ...]:
         refs = [self.const(x) if isinstance(x, np.ndarray) else x for x in inputs]
         op = self.graph.add(kind, refs, attrs, outputs=outputs)
-        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
+        return tuple(op.values)
 
     def const(self, value: Array) -> Value:
         return self.graph.add_constant(value)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue, summed_dtype
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
 from optdnn.kernels.conv.fused import conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, image, planar
@@ -287,7 +287,7 @@ class CudnnNorm(Called):
             return "its type is not fp16, bf16 or fp32, or it is empty"
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "its statistics are also outputs"
         for value in op.inputs[1:]:
             array = b.graph.constant_value(value)

@@ -18,7 +18,7 @@ from optdnn.kernels.norm.add_norm import norm_of
 from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantizer import quantizer_of
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region, readers
-from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
+from optdnn.ops.norm_regions import HeldNormAttrs, NormAddNormAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _ROWS = RowsOnce()
@@ -81,7 +81,7 @@ class NormNorm(ProblemTactic):
         operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "output": b.target(second.value)}
         names = ("scale", "bias", "first_scale", "first_bias")
         operands |= parameters(b, second, names[:2]) | parameters(b, op, names[2:])
-        attrs = NormAddNormAttrs(second.kind, second.attrs, AddNormAttrs(op.kind, op.attrs)).plain()
+        attrs = NormAddNormAttrs(second.kind, second.attrs, HeldNormAttrs(op.kind, op.attrs)).plain()
         reads = [x, None, *(operands.get(name) for name in names)]
         writes = [operands["sum"], operands["output"]]
         made = rows.launch(self.problem(b, op), config, b.gpu)

@@ -73,7 +73,7 @@ class RowsOnce(Tactic):
             return "its operand and its result have different types"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
             return "its rows are not along the last axis"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "it does not keep the statistics"
         if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:]):
             return "its scale and bias are not constant"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, Move, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import VIEWS, order_read
@@ -47,7 +47,7 @@ class ShortRows(Tactic):
         parameters = [v for v in op.inputs[1:] if v is not None]
         if any(b.graph.constant_value(v) is None or b.graph.type(v).static_shape != shape[-1:] for v in parameters):
             return "its scale and bias are not constant rows"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "it does not keep the statistics"
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
