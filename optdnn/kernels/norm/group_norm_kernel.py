@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.templates import FloatElements, norm_recipe
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -47,7 +48,7 @@ class Modulated:
 
 
 @dataclass(frozen=True)
-class Problem(FloatElements):
+class Problem(FloatElements, WithEpilogue):
     """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (``groups`` = ``channels``:
     InstanceNorm), times scale plus bias, perhaps ``modulated``, then pointwise stages. The stages may add an image, and one may have
     per-channel operands.
@@ -68,11 +69,6 @@ class Problem(FloatElements):
     added_pitch: int | None = None
     residual_pitch: int = 0
     modulated: Modulated | None = None
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads an image of the result's shape."""
-        return render.uses_residual(self.epilogue)
 
     @property
     def pitches(self) -> tuple[int, int]:

@@ -203,7 +203,7 @@ class PackedBytes(MatrixProduct):
 
 def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
     """The rows of ``x`` as int8, and their scales (padded to an even number). One launch serves all products that read ``x``."""
-    kept = [b._copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
+    kept = [b.copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
     if kept[0] is not None and kept[1] is not None:
         return kept[0], kept[1]
     rows, depth = x.shape[:2]
@@ -213,5 +213,5 @@ def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]
     launch = row_bytes.launch(rows, depth, x.strides[0], stored, map_dtype(x.dtype), b.arch)
     written = [as_rows(numbers), scales.view((rows,), (1,))]
     b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [as_rows(x)], written)
-    b._copies[x, _NUMBERS], b._copies[x, _SCALES] = numbers, scales
+    b.copies[x, _NUMBERS], b.copies[x, _SCALES] = numbers, scales
     return numbers, scales
