@@ -289,6 +289,10 @@ class Builder:
         t = out.type
         return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
 
+    def fixed(self, *values: Value) -> list[TensorView]:
+        """The reserved places of those values that have one."""
+        return [self.reserved[value] for value in values if value in self.reserved]
+
     def weights(self, op: Op) -> Array:
         """The constant operand 1 of an operator. Raises InternalError if it is not constant."""
         array = self.graph.constant_value(op.inputs[1])

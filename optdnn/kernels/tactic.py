@@ -162,6 +162,14 @@ class TakesBefore(Tactic):
         return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
 
+class TakesAfter(Tactic):
+    """A tactic whose launches may also compute a reader of the result."""
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of the results."""
+        return readers(graph, op)
+
+
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
     """The reason to defer ``own``: it is predicted to take more than ``margin`` times as long as ``other``; else None. ``more``: seconds
     of further launches that ``own`` needs."""

@@ -11,7 +11,7 @@ from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
-from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.hopper import has_computed_bias
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, FP16
 
@@ -97,7 +97,7 @@ class ConvPair(Tactic):
         if first.value in b.reserved or b.graph.sole_user(first.value) != op:
             who = ", ".join(u.name for u in b.graph.users(first.value) if u != op) or "the network's output"
             return f"the result of the {self.kinds[0].words} {first.name} has another reader ({who})"
-        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
+        if any(has_computed_bias(b, c) for c in (first, op)):
             return "a bias is not constant"
         return self.unfit(b, op, first)
 

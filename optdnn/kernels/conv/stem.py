@@ -13,7 +13,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, has_computed_bias, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.gemm.hopper_matmul import swapped
@@ -35,7 +35,7 @@ def no_operands(b: Builder, op: Op, dtypes: Sequence[DType] = (FP16, BF16)) -> s
     """Why a stem kernel does not take the element type or the bias of a convolution, or None. ``dtypes``: its factors' types."""
     if op.outputs[0].type.dtype not in dtypes:
         return f"its factors are {' or '.join(d.name for d in dtypes)}, not {op.outputs[0].type.dtype.name}"
-    if op.input(2) is not None and bias_of(b, op) is None:
+    if has_computed_bias(b, op):
         return "its bias is not constant"
     return None
 

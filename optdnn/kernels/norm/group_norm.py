@@ -79,7 +79,7 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     if len(shape) < 3:
         return "it has no positions"
     result = output_of(b, norm).value
-    places = [b.operand(source), *([b.reserved[result]] if result in b.reserved else [])]
+    places = [b.operand(source), *b.fixed(result)]
     if result not in b.reserved and not t.layout:
         return "its result is not channels-last"
     if shape[1] % 8 or any(pitch_of_images(p) is None for p in places):
