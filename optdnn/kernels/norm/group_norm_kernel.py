@@ -148,7 +148,7 @@ def refuse_slabs(
 
 def vectors(problem: Problem) -> tuple[int, int]:
     """Channels of the widest possible access, and of the smallest slab: whole groups in whole accesses."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
+    lanes = problem.lanes(problem.channels)
     return lanes, math.lcm(problem.group, lanes)
 
 

@@ -257,7 +257,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when a row is too long."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0 and n * problem.itemsize <= ACCESS)
+    lanes = problem.lanes(problem.length)
     found: list[tuple[float, Config]] = []
     for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
         vectors = -(-problem.length // (group * lanes))
