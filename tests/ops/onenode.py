@@ -237,6 +237,12 @@ def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+def integers(dtype: Any, *shape: int, seed: int = 0) -> Array:
+    """Seeded integers: any of the type."""
+    info = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True)
+
+
 def op_flops(graph: Graph, op: Op) -> float:
     """Arithmetic of one op by its own cost function."""
     types = tuple(None if v is None else graph.type(v) for v in op.inputs)
