@@ -226,7 +226,7 @@ class _Assignment:
         enlarges: bool,
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
-        self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
+        self.wide = {v for op in graph.ops() for v in op.values if graph.type(v).dtype == FP32}
         """The values that were fp32 before the pass: it may narrow them."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
         """(value, type) -> the value converted to the type."""

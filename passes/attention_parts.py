@@ -23,7 +23,7 @@ _PARTS_FIRST = TransposeAttrs((0, 2, 1, 3, 4))
 @rule("attention_parts", {"Split"})
 def attention_parts(graph: Graph, op: Op) -> Match | Miss | None:
     """Attentions that read the parts of a Split as queries, and those of two other Splits as keys and values, along the tokens."""
-    items = [graph.sole_user(Value(op.id, port)) for port in range(len(op.outputs))]
+    items = [graph.sole_user(v) for v in op.values]
     found = [item for item in items if item is not None and item.kind == "Attention"]
     if len(found) < len(items) or len(found) < 2:
         return None
@@ -32,7 +32,7 @@ def attention_parts(graph: Graph, op: Op) -> Match | Miss | None:
     first = found[0]
     if any(item.attrs != first.attrs or item.inputs[3:] != first.inputs[3:] for item in found):
         return Miss("its parts are read by attentions of different attributes or masks")
-    others = [graph.use_count(Value(item.id, port)) for item in found for port in range(1, len(item.outputs))]
+    others = [graph.use_count(v) for item in found for v in item.values[1:]]
     if any(v is not None for v in first.inputs[3:]) or any(others):
         return Miss("an attention of its parts has a mask, a cache or sinks, or gives more than its result")
     splits = [_split_of(graph, [item.inputs[slot] for item in found]) for slot in range(3)]
@@ -61,7 +61,7 @@ def attention_parts(graph: Graph, op: Op) -> Match | Miss | None:
 def _split_of(graph: Graph, parts: Sequence[Value | None]) -> Op | None:
     """The Split along the tokens that has these as all its parts, in order."""
     split = producer(graph, parts[0], {"Split"})
-    if split is None or list(parts) != [Value(split.id, port) for port in range(len(split.outputs))]:
+    if split is None or list(parts) != split.values:
         return None
     rank = len(graph.type(operand(split)).dims)
     return split if rank == 4 and normalize_axis(split.attrs.axis, rank) == 2 else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, node_names
@@ -82,8 +82,8 @@ class CommonSubexpressions(Pass):
     def _merge(graph: Graph, op: Op, first: Op, rule: str, report: PassReport) -> None:
         first = graph.op(first.id)
         patch = Patch(graph, [op])
-        for i in range(len(op.outputs)):
-            patch.replace(Value(op.id, i), Value(first.id, i))
+        for old, new in zip(op.values, first.values, strict=False):
+            patch.replace(old, new)
         patch.apply()
         report.fired.append(Fired(rule, node_names([first, op])))
 

@@ -134,7 +134,7 @@ def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
         return "its weights stay packed"
     if not all(o.type.is_static for o in op.outputs):
         return None
-    nbytes = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
+    nbytes = sum(bytes_of(graph, v) for v in op.values)
     read = sum(bytes_of(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
     if nbytes > max(read, DRAWN_LIMIT) and op.outputs[0].type.dtype == DTYPES["uint32"]:
         return "random numbers of these positions are cheaper to compute than to store"

@@ -256,7 +256,7 @@ class PartsTogether(Rule):
         if split is None or split.input(0) is None:
             return None
         form = _form(graph, op)
-        same = [u for port in range(len(split.outputs)) for u in graph.users(Value(split.id, port)) if is_pointwise(u)]
+        same = [u for v in split.values for u in graph.users(v) if is_pointwise(u)]
         same = [u for u in same if _split_before(graph, u) == split and _form(graph, u) == form]
         whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
         if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):

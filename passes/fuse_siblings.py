@@ -107,7 +107,7 @@ class GroupSiblings(Rule):
     kinds = frozenset({"Split"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        values = [Value(op.id, port) for port in range(len(op.outputs))]
+        values = op.values
         readers = [graph.sole_user(v) for v in values]
         alone = all(
             r is not None and r.kind == "Conv" and list(r.inputs).count(v) == 1 and r.inputs[0] == v

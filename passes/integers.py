@@ -192,7 +192,7 @@ def split_integers(graph: Graph, op: Op) -> Match | Miss | None:
     if not is_dequantized(graph, whole):
         return None
     before, stored, stays = graph.op(whole), operand(graph.op(whole)), False
-    readers = {Value(op.id, k): graph.users(Value(op.id, k)) for k in range(len(op.outputs))}
+    readers = {v: graph.users(v) for v in op.values}
     for part, users in readers.items():
         stays = stays or not users or any(u.kind != "QuantizeLinear" or u.inputs[0] != part for u in users)
     if stays:

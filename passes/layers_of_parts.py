@@ -185,7 +185,7 @@ def steps_of_items(graph: Graph, op: Op) -> Match | None:
     whole, sizes = graph.op(operand(op)), {y.type for y in op.outputs}
     if whole.kind not in LAYERS or op.attrs.axis % len(whole.outputs[0].type.dims) or len(sizes) > 1:
         return None
-    readers = [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
+    readers = [user for v in op.values for user in graph.users(v)]
     if len(op.outputs) < LEAST or not any(user.kind in STAGE_KINDS for user in readers):
         return None
 

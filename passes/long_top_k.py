@@ -72,7 +72,7 @@ def first_of_sorted(graph: Graph, op: Op) -> Match | Miss | None:
     if kept is None or rank is None:
         return None
     axis = normalize_axis(op.attrs.axis, rank)
-    results = [Value(op.id, port) for port in range(len(op.outputs))]
+    results = op.values
     readers = [(value, user) for value in results for user in graph.users(value)]
     spans = [span(graph, user, kept[0], axis - rank) for _, user in readers]
     ends = [s[1] for s in spans if s is not None and s[0] == 0 and s[2] == 1]

@@ -61,7 +61,7 @@ class _Region:
 
     def _through(self, op: Op, value: Value) -> list[Value] | str:
         """The other padded values of an operator, or why the operator cannot be part of the region."""
-        results = [Value(op.id, i) for i in range(len(op.outputs))]
+        results = op.values
         if op.kind == "Conv":
             return self._at_convolution(op, value)
         if op.kind in BOUNDED:
@@ -138,7 +138,7 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
                 weight = widened(weight, 1, unit, wide)
             inputs[1] = patch.constant(weight, "widened")
         elif op.kind == "Split":
-            parts = [region.channels(Value(op.id, i)) // unit * wide for i in range(len(op.outputs))]
+            parts = [region.channels(v) // unit * wide for v in op.values]
             inputs[1:], attrs = [integers(patch, parts, "sizes")], SplitAttrs(1)
         elif op.kind in BOUNDED:
             inputs = [new[v] if v in new else _constant(patch, region, op, v, unit, wide) for v in op.inputs]

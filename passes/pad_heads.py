@@ -45,9 +45,7 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     features, valued = q[3], v[3]
     if not (features % UNIT or valued % UNIT) or not 0 < max(features, valued) <= WIDEST or k[2] == 0:
         return None
-    if any(i is not None for i in op.inputs[4:6]) or any(
-        graph.users(Value(op.id, i)) for i in range(1, len(op.outputs))
-    ):
+    if any(i is not None for i in op.inputs[4:6]) or any(graph.users(v) for v in op.values[1:]):
         return Miss("its keys and values are also outputs")
     sources = [
         Widths(graph, op, operand(op, i), 3, n, _wide(n), together=features == valued) if n % UNIT else None

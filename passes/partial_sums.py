@@ -122,7 +122,7 @@ def _convolution(graph: Graph, term: Term) -> Op | None:
     op = producer(graph, term.source, {"Conv"})
     if op is None or op.attrs.group != 1 or weights_of(graph, op) is None:
         return None
-    parts = [Value(t.id, port) for t in term.takers.values() for port in range(len(t.outputs))]
+    parts = [v for t in term.takers.values() for v in t.values]
     alone = {u.id for u in graph.users(term.source)} <= term.takers.keys() and all(
         graph.use_count(v) == 1 for v in parts
     )

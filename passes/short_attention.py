@@ -74,7 +74,7 @@ def _joined(patch: Patch, x: Value, shape: tuple[int, ...], together: int) -> Va
 def _is_plain(graph: Graph, op: Op) -> bool:
     """Whether an Attention has no mask, cache or window, and only its first result is read."""
     a = op.attrs
-    alone = not any(graph.users(Value(op.id, port)) for port in range(1, len(op.outputs)))
+    alone = not any(graph.users(v) for v in op.values[1:])
     bounded = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
     return alone and not bounded and all(v is None for v in op.inputs[3:])
 

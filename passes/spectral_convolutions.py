@@ -53,7 +53,7 @@ def joined_halves(graph: Graph, op: Op) -> Match | Miss | None:
     flats = [producer(graph, v, RESHAPES) for v in op.inputs]
     halves = [operand(f) for f in flats if f is not None]
     split = producer(graph, halves[0], {"Split"}) if len(halves) == PARTS == len(op.inputs) and len(dims) > 2 else None
-    if split is None or halves != [Value(split.id, port) for port in range(len(split.outputs))]:
+    if split is None or halves != split.values:
         return None
     if any(graph.type(v).dims != dims[:-1] for v in halves):
         return None

@@ -154,7 +154,7 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
     readers = graph.users(op.value)
     if rank not in (3, 4) or not readers or any(u.kind not in PARTS for u in readers):
         return None
-    halves = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
+    halves = [v for u in readers for v in u.values]
     if len(halves) != 2 or any(len(graph.uses(v)) != 1 for v in halves):
         return None
     parts = _parts(graph, *halves, even=True, axis=1 - rank)

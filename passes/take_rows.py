@@ -223,7 +223,7 @@ def _operands(graph: Graph, op: Op, taken: _Taken | _Selected) -> Moved | None:
     out = op.outputs[0].type.shape
     if out is None or any(v is not None and s is None for v, s in zip(op.inputs, shapes, strict=True)):
         return None
-    if any(graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))) or op.outputs[0].known is not None:
+    if any(graph.uses(v) for v in op.values[1:]) or op.outputs[0].known is not None:
         return None
     if getattr(op.attrs, "prologue", ()) or getattr(op.attrs, "epilogue", ()):
         return None

@@ -138,7 +138,7 @@ class TensorParallel(Pass):
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
                 raise Whole(f"its features are made of {op.name!r}, which another block adds up")
-            wanted = {k: block.parts[v] for k in range(len(op.outputs)) if (v := Value(op.id, k)) in block.parts}
+            wanted = {k: block.parts[v] for k, v in enumerate(op.values) if v in block.parts}
             found = needed(graph, op, wanted)
             for port, part in found.outputs.items():
                 if port < len(op.outputs) and block.parts.setdefault(Value(op.id, port), part) != part:

@@ -220,9 +220,7 @@ def _shared(original: Graph, optimized: Graph) -> list[Value]:
 
 
 def _by_name(graph: Graph) -> dict[str, Value]:
-    return {
-        o.name: Value(op.id, port) for op in graph.order() if op.kind != "Output" for port, o in enumerate(op.outputs)
-    }
+    return {graph.output(v).name: v for op in graph.order() if op.kind != "Output" for v in op.values}
 
 
 def _on_target(

@@ -74,7 +74,7 @@ class Emitter:
                 size = f"{extent / (1 << 30):.3g} GiB"
                 raise ShapeError(f"the output would be {out.type}, which takes {size}", hint=TENSOR_BYTES.hint)
             self._made[out.name] = Value(op.id, i)
-        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
+        return tuple(op.values)
 
     def const(self, value: Array) -> Weight:
         return Weight(value, self._outputs[0] if self._outputs else "const", self._src)

@@ -100,6 +100,6 @@ def size_inputs(graph: Graph) -> list[str]:
         if use.slot in SIZES.get(op.kind, ()):
             return True
         return bool(op.outputs) and op.kind != "Output" and all(
-            says_sizes(Value(op.id, i)) for i in range(len(op.outputs)) if graph.uses(Value(op.id, i)))  # fmt: skip
+            says_sizes(v) for v in op.values if graph.uses(v))  # fmt: skip
 
     return [graph.op(i).outputs[0].name for i in graph.inputs if says_sizes(graph.op(i).value)]

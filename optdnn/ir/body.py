@@ -43,8 +43,8 @@ class GraphBody(Body):
             read = tuple(None if v is None else register[v] for v in op.inputs)
             dtypes = tuple(o.type.dtype for o in op.outputs)
             ops.append(PlainOp(op.kind, plain_attrs(op.definition, op.attrs), read, dtypes))
-            for port in range(len(op.outputs)):
-                register[Value(op.id, port)] = len(register)
+            for value in op.values:
+                register[value] = len(register)
         sources = [graph.op(i).inputs[0] for i in graph.outputs]
         outputs = tuple(register[v] for v in sources if v)
         shapes = tuple(_text(t) for t in (*self.inputs, *self.outputs))

@@ -164,8 +164,7 @@ def promote(graph: Graph) -> Graph:
             attrs = promoted_attrs(op.attrs)
             names = [o.name for o in op.outputs]
             new = out.add(op.kind, inputs, attrs, names=names, outputs=len(op.outputs), src=op.src)
-            for i in range(len(op.outputs)):
-                mapping[Value(op.id, i)] = Value(new.id, i)
+            mapping.update(zip(op.values, new.values, strict=True))
     for op in map(graph.op, graph.outputs):
         (source,) = op.inputs
         assert source is not None

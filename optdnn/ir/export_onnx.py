@@ -248,7 +248,7 @@ class _Exporter:
             results = self._export_fused(op, attrs, inputs)
         else:
             results = export_op(op.definition, attrs, inputs, len(op.outputs), self)
-        self._name_results(start, results, [names[Value(op.id, i)] for i in range(len(op.outputs))])
+        self._name_results(start, results, [names[v] for v in op.values])
 
     def _export_fused(self, op: Op, attrs: FusedAttrs, inputs: list[str]) -> Sequence[str]:
         """The kind's own node between the nodes of its prologue and epilogue."""

@@ -45,8 +45,7 @@ def regions(graph: Graph, classify: Callable[[Op], str]) -> list[Region]:
             for v in op.inputs:
                 if v is not None and v.op not in inside and graph.op(v).kind != "Constant":
                     inputs[v] = None
-            for port in range(len(op.outputs)):
-                value = Value(op.id, port)
+            for value in op.values:
                 if any(use.op not in inside for use in graph.uses(value)):
                     outputs[value] = None
         found.append(Region(name, tuple(ops), tuple(inputs), tuple(outputs)))
@@ -69,8 +68,7 @@ def extract(graph: Graph, region: Region) -> Graph:
         # The types are the graph's own: the graph may know more than the region, such as the elements of a border value.
         outputs = tuple(replace(o, name=out.fresh_name(o.name)) for o in op.outputs)
         new = out.insert(Op(out.new_id(), op.kind, op.attrs, tuple(inputs), outputs, op.src))
-        for port in range(len(op.outputs)):
-            mapping[Value(op.id, port)] = Value(new.id, port)
+        mapping.update(zip(op.values, new.values, strict=True))
     for value in region.outputs:
         out.add_output(mapping[value], graph.output(value).name)
     return out
@@ -87,6 +85,6 @@ def single(graph: Graph, op: Op) -> Graph:
     inputs: Sequence[Value] = tuple(
         dict.fromkeys(v for v in op.inputs if v is not None and graph.op(v).kind != "Constant")
     )
-    ports = tuple(Value(op.id, i) for i in range(len(op.outputs)))
+    ports = tuple(op.values)
     used = tuple(v for v in ports if graph.uses(v)) or ports[:1]
     return extract(graph, Region("single", (op,), tuple(inputs), used))

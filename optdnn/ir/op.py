@@ -73,6 +73,11 @@ class Op:
         return Value(self.id, 0)
 
     @property
+    def values(self) -> list[Value]:
+        """All outputs."""
+        return [Value(self.id, port) for port in range(len(self.outputs))]
+
+    @property
     def name(self) -> str:
         """The op's name in messages: its ONNX nodes, otherwise its first output."""
         return " + ".join(sorted(self.src)) if self.src else self.outputs[0].name

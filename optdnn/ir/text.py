@@ -81,7 +81,7 @@ def _lines(graph: Graph) -> list[str]:
         s = monomial[0]
         if isinstance(s, Symbol) and (s.lo or s.hi != INF):
             lines.append(f"symbol {_name(name)} {s.lo}..{'' if s.hi == INF else s.hi}")
-    names = {Value(op.id, i): _name(o.name) for op in graph.ops() for i, o in enumerate(op.outputs)}
+    names = {v: _name(graph.output(v).name) for op in graph.ops() for v in op.values}
     for op in _readable_order(graph):
         lines.append(_line(graph, op, names))
     return lines

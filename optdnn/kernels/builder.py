@@ -75,6 +75,10 @@ class TensorView:
         """Another view of the same buffer, ``offset`` elements further."""
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
 
+    def permuted(self, order: Sequence[int]) -> TensorView:
+        """The view with its axes in this order; axes that are left out must have one element."""
+        return self.view([self.shape[k] for k in order], [self.strides[k] for k in order])
+
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor."""
@@ -162,7 +166,8 @@ class Builder:
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, TensorView] = field(default_factory=dict)
-    _copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
+    copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
+    """View, and the strides of its copy (or a key of its tactic's) -> the copy, for all operators that read it."""
     kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants; other builders may share them."""
     retained: list[int] = field(default_factory=list)
@@ -283,6 +288,10 @@ class Builder:
         out = self.graph.output(value)
         t = out.type
         return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
+
+    def fixed(self, *values: Value) -> list[TensorView]:
+        """The reserved places of those values that have one."""
+        return [self.reserved[value] for value in values if value in self.reserved]
 
     def weights(self, op: Op) -> Array:
         """The constant operand 1 of an operator. Raises InternalError if it is not constant."""

@@ -22,6 +22,11 @@ SECTOR = 32
 """Bytes of a sector, the least that L2 and memory move."""
 
 
+def whole_kib(size: int) -> int:
+    """``size`` bytes, rounded up to whole KiB: what TMA writes to shared memory begins at multiples of them."""
+    return -(-size // 1024) * 1024
+
+
 def no_room(needed: int, shared: int, blocks: int) -> str | None:
     """Why ``blocks`` blocks with ``needed`` bytes of shared memory each do not fit a multiprocessor, or None. ``shared``: most bytes of a
     block."""
@@ -30,6 +35,11 @@ def no_room(needed: int, shared: int, blocks: int) -> str | None:
     if blocks > 1 and blocks * (needed + 1024) > shared + 1024:  # the system reserves a kilobyte per block
         return "shared memory does not allow that many blocks per multiprocessor"
     return None
+
+
+def at_once(shared: int, blocks: int) -> int:
+    """The blocks of a multiprocessor of Hopper that its shared memory has room for, at most ``blocks``. ``shared``: bytes of a block."""
+    return max(1, min(blocks, 233472 // (shared + 1024)))
 
 
 def template_options(*dtypes: str, exact: bool = False, fast: bool = True, checked: bool = False) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, ClassVar
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -43,7 +43,7 @@ class Region:
 
 def readers(graph: Graph, op: Op) -> list[Op]:
     """The operators that read a result of ``op``."""
-    return [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
+    return [user for v in op.values for user in graph.users(v)]
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Tactic(ABC):
     def place(self, b: Builder, op: Op) -> None:
         """Decide the places of the region's results (``Builder.place``): the reserved ones, or new buffers. Nothing is launched.
         :meth:`Builder.move` records the views that must be copied."""
-        for port in range(len(op.outputs)):
-            b.target(Value(op.id, port))
+        for value in op.values:
+            b.target(value)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.
@@ -160,6 +160,14 @@ class TakesBefore(Tactic):
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and those before it."""
         return Region(op, before=tuple(self.neighbors(b.graph, op)))
+
+
+class TakesAfter(Tactic):
+    """A tactic whose launches may also compute a reader of the result."""
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of the results."""
+        return readers(graph, op)
 
 
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:

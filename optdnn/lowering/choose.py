@@ -250,7 +250,7 @@ def scratch_bytes(b: Builder, region: Region, first: int) -> int:
 
 def results_of(b: Builder, region: Region) -> set[int]:
     """The buffers of a region's results."""
-    values = [Value(op.id, port) for op in (region.anchor, *region.after) for port in range(len(op.outputs))]
+    values = [v for op in (region.anchor, *region.after) for v in op.values]
     return {b.place[v].buffer for v in values if v in b.place}
 
 

@@ -124,7 +124,7 @@ class HostSide:
         for op in reversed(graph.order()):
             if op.kind in STRUCTURAL or self.must(op) is not None or host_us(graph, op) > LARGE_US:
                 continue
-            users = [u for i in range(len(op.outputs)) for u in graph.users(Value(op.id, i)) if u.kind != "Output"]
+            users = [u for v in op.values for u in graph.users(v) if u.kind != "Output"]
             if users and all(u.id in self._for_host or self.must(u) is not None for u in users):
                 self._for_host.add(op.id)
 

@@ -178,8 +178,7 @@ def _source(x: TensorView, copied: Sequence[Part]) -> TensorView | None:
 
 def _squeezed(x: TensorView) -> TensorView:
     """A view without axes of one element."""
-    axes = [k for k, n in enumerate(x.shape) if n > 1]
-    return x.view([x.shape[k] for k in axes], [x.strides[k] for k in axes])
+    return x.permuted([k for k, n in enumerate(x.shape) if n > 1])
 
 
 def operator_of(program: Program, step: Step) -> joint.Part | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
+from optdnn.kernels.builder import up
 from optdnn.runtime.program import Program, Step
 
 ALIGNMENT = 64
@@ -189,10 +190,10 @@ def live_bytes(
     together, as found greedily.
     """
     if neighbors is not None:
-        return _largest_together([_up(v.size, alignment) for v in intervals], neighbors)
+        return _largest_together([up(v.size, alignment) for v in intervals], neighbors)
     change: dict[int, int] = {}
     for v in intervals:
-        size = _up(v.size, alignment)
+        size = up(v.size, alignment)
         change[v.start] = change.get(v.start, 0) + size
         change[v.end + 1] = change.get(v.end + 1, 0) - size
     now = peak = 0
@@ -252,7 +253,7 @@ def pack(
     if any(v.size < 0 or v.start > v.end for v in intervals):
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment, together)
-    sized = [replace(v, size=_up(v.size, alignment)) for v in intervals]
+    sized = [replace(v, size=up(v.size, alignment)) for v in intervals]
     neighbors = _neighbors(sized) if together is None else together
     best: tuple[list[int], int] | None = None
     compared = max(1, len(sized) + sum(map(len, neighbors)))
@@ -344,7 +345,3 @@ def _place(
         ends[i] = at + size
         arena = max(arena, at + size)
     return offsets, arena
-
-
-def _up(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment

@@ -17,6 +17,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import infer_stages
 from optdnn.runtime.program import Program
+from optdnn.runtime.reference.base import picked
 from optdnn.types import FP32, DType, TensorType
 
 MOST_STAGES = 64
@@ -160,8 +161,7 @@ class _Composed:
         assert values[0] is not None
         registers = [values[0]]
         for stage in stages:
-            args = tuple(None if a is None else registers[~a] if a < 0 else values[a] for a in stage.args)
-            self.stages.append(Stage(stage.kind, args, stage.attrs))
+            self.stages.append(Stage(stage.kind, tuple(picked(stage.args, registers, values)), stage.attrs))
             registers.append(~len(self.stages))
         return registers[-1]
 

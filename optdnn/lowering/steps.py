@@ -67,7 +67,7 @@ class Lowering:
     def reference_step(self, op: Op) -> None:
         """Add a step: one operator on its NumPy kernel."""
         inputs = tuple(-1 if v is None else self.buffer(v) for v in op.inputs)
-        outputs = tuple(self.buffer(Value(op.id, i)) for i in range(len(op.outputs)))
+        outputs = tuple(self.buffer(v) for v in op.values)
         attrs = plain_attrs(op.definition, op.attrs)
         self.steps.append(reference_step(op.kind, attrs, inputs, outputs, sorted(op.src)))
 

@@ -15,8 +15,8 @@ import numpy as np
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.attention_export import export_attention, export_rotary, export_tensor_scatter
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, ProductAttrs, Result, Tol, Traits, promote_types
-from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
+from optdnn.ops.base import EXACT, MOVEMENT, PRODUCT_TOL, Attrs, Call, Cost, ProductAttrs, Result, promote_types
+from optdnn.ops.checks import agree, agree_all, elements, emit, extent, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.fused import product_flops
@@ -101,8 +101,7 @@ def infer_attention(call: Call) -> Result:
         past = call.type(4).dims[2]
         for t, own, name in ((call.type(4), k, "past_key"), (call.type(5), v, "past_value")):
             wanted = (*own.dims[:2], past, own.dims[3])
-            for d, w in zip(t.dims, wanted, strict=True):
-                agree(d, w, f"Attention {name} is {t} with {own}")
+            agree_all(t.dims, wanted, f"Attention {name} is {t} with {own}")
         total = past + cols
     if call.has(3):
         _check_mask(call.type(3), (batch, heads, rows, total), q)
@@ -253,7 +252,7 @@ DEFS: tuple[OpDef, ...] = (
         _import_attention,
         export_attention,
         cost=_cost_attention,
-        tol=Tol(rtol=1e-5, atol=3e-6),
+        tol=PRODUCT_TOL,
     ),
     OpDef("RotaryEmbedding", _infer_rotary, RotaryAttrs, _import_rotary, export_rotary, cost=per_element(3)),
     OpDef(
@@ -263,6 +262,6 @@ DEFS: tuple[OpDef, ...] = (
         to_onnx=export_tensor_scatter,
         cost=lambda call, result: Cost(elements(call.type(1))),
         tol=EXACT,
-        traits=Traits(movement=True),
+        traits=MOVEMENT,
     ),
 )

@@ -152,6 +152,10 @@ class Tol:
 
 DEFAULT_TOL = Tol()
 EXACT = Tol(0.0, 0.0)
+PRODUCT_TOL = Tol(rtol=1e-5, atol=3e-6)
+"""The tolerance of products of matrices and convolutions."""
+STEPS_TOL = Tol(rtol=1e-4, atol=1e-5)
+"""The tolerance of operators of several steps: an error of one step affects the later ones."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class Traits:
 
 
 NO_TRAITS = Traits()
+MOVEMENT = Traits(movement=True)
 
 
 class Body(ABC):

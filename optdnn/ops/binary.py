@@ -13,7 +13,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, promote_types
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_dtype, onnx_number
-from optdnn.ops.unary import define_pointwise
+from optdnn.ops.unary import define_pointwise, is_numeric
 from optdnn.ops.values import (
     Undecided,
     Values,
@@ -55,7 +55,7 @@ class CastAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def broadcast_types(call: Call, types: Sequence[TensorType]) -> Shape | None:
+def broadcast_types(types: Sequence[TensorType]) -> Shape | None:
     """The broadcast shape of some operands; None if a rank is unknown."""
     if any(t.shape is None for t in types):
         return None
@@ -68,46 +68,32 @@ def _operands(call: Call) -> list[TensorType]:
     return types
 
 
-def _numeric(dtype: DType) -> bool:
-    return is_float(dtype) or is_int(dtype)
-
-
 def _infer(what: str, accepts: Callable[[DType], bool], to_bool: bool = False, count: int | None = 2) -> Infer:
     def infer(call: Call) -> Result:
         types = _operands(call)
         require(count is None or len(types) == count, call, f"{count} operands", *types)
         dtype = promote_types(types, call.kind)
         require(accepts(dtype), call, what, *types)
-        return Result((TensorType(BOOL if to_bool else dtype, broadcast_types(call, types)),))
+        return Result((TensorType(BOOL if to_bool else dtype, broadcast_types(types)),))
 
     return infer
 
 
 def _infer_pow(call: Call) -> Result:
     x, y = call.type(0), call.type(1)
-    require(_numeric(x.dtype) and _numeric(y.dtype), call, "numeric operands")
-    return Result((TensorType(x.dtype, broadcast_types(call, (x, y))),))
+    require(is_numeric(x.dtype) and is_numeric(y.dtype), call, "numeric operands")
+    return Result((TensorType(x.dtype, broadcast_types((x, y))),))
 
 
 def _infer_prelu(call: Call) -> Result:
     x, slope = call.type(0), call.type(1)
-    promote_types((x, slope), call.kind)
-    shape = broadcast_types(call, (x, slope))
-    require(
-        shape is None or (len(shape) == len(x.dims) and not any(map(_differ, shape, x.dims))),
-        call,
-        "a slope that broadcasts to operand 0",
-        x,
-        slope,
-    )
+    require(_fits(call, x, slope), call, "a slope that broadcasts to operand 0", x, slope)
     return Result((x,))
 
 
 def _infer_snake(call: Call) -> Result:
     x, *numbers = (call.type(i) for i in range(3))
-    promote_types((x, *numbers), call.kind)
-    shape = broadcast_types(call, (x, *numbers))
-    fits = shape is None or (len(shape) == len(x.dims) and not any(map(_differ, shape, x.dims)))
+    fits = _fits(call, x, *numbers)
     require(fits and is_float(x.dtype), call, "floats, and a rate and a gain that broadcast to operand 0", x, *numbers)
     return Result((x,))
 
@@ -118,19 +104,24 @@ def _export_snake(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export
     return e.node("Add", [x, *e.node("Mul", [gain, *e.node("Mul", [wave, wave])])])
 
 
-def _differ(a: DimLike, b: DimLike) -> bool:
-    return isinstance(a, int) and isinstance(b, int) and a != b
+def _fits(call: Call, x: TensorType, *others: TensorType) -> bool:
+    """Whether the others are of the type of ``x`` (else ShapeError) and may broadcast to its shape."""
+    promote_types((x, *others), call.kind)
+    shape = broadcast_types((x, *others))
+    if shape is None or len(shape) != len(x.dims):
+        return shape is None
+    return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, x.dims, strict=True))
 
 
 def _infer_where(call: Call) -> Result:
     condition, x, y = call.type(0), call.type(1), call.type(2)
     require(condition.dtype == BOOL, call, "a bool condition", condition)
-    return Result((TensorType(promote_types((x, y), call.kind), broadcast_types(call, (condition, x, y))),))
+    return Result((TensorType(promote_types((x, y), call.kind), broadcast_types((condition, x, y))),))
 
 
 def _infer_clip(call: Call) -> Result:
     x = call.type(0)
-    require(_numeric(x.dtype), call, "numeric operands")
+    require(is_numeric(x.dtype), call, "numeric operands")
     for i in (1, 2):
         if call.has(i):
             bound = call.type(i)
@@ -222,11 +213,11 @@ def _export_cast(attrs: CastAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate))
 
 
-_ARITHMETIC = _infer("numeric operands", _numeric)
-_VARIADIC = _infer("numeric operands", _numeric, count=None)
+_ARITHMETIC = _infer("numeric operands", is_numeric)
+_VARIADIC = _infer("numeric operands", is_numeric, count=None)
 _FLOATS = _infer("floating-point operands", is_float, count=None)
-_COMPARISON = _infer("numeric operands", _numeric, to_bool=True)
-_EQUALITY = _infer("numeric or bool operands", lambda d: _numeric(d) or d == BOOL, to_bool=True)
+_COMPARISON = _infer("numeric operands", is_numeric, to_bool=True)
+_EQUALITY = _infer("numeric or bool operands", lambda d: is_numeric(d) or d == BOOL, to_bool=True)
 _LOGIC = _infer("bool operands", lambda d: d == BOOL)
 _BITS = _infer("integer operands", is_int)
 

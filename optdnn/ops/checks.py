@@ -40,6 +40,14 @@ def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
     return b if isinstance(a, Dim) and isinstance(b, int) else a
 
 
+def agree_all(found: Sequence[DimLike], wanted: Sequence[DimLike], what: str) -> None:
+    """:func:`agree` for all sizes of two shapes, which must be as many."""
+    if len(found) != len(wanted):
+        raise ShapeError(f"{what}: {show_shape(found)} against {show_shape(wanted)}")
+    for a, b in zip(found, wanted, strict=True):
+        agree(a, b, what)
+
+
 def require_rank(t: TensorType, rank: int, what: str) -> None:
     """Raise ShapeError unless ``t`` has ``rank`` dimensions."""
     if len(t.dims) != rank:

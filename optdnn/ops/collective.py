@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Result, Traits, Unsupported, same_type
-from optdnn.ops.checks import elements, floating
+from optdnn.ops.base import MOVEMENT, Attrs, Call, Cost, Result, Unsupported, same_type
+from optdnn.ops.checks import elements, floating, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import normalize_axis
@@ -126,7 +126,7 @@ DEFS: tuple[OpDef, ...] = (
         AllGatherAttrs,
         {"com.microsoft.AllGather": _import_gather},
         _export("AllGather"),
-        cost=lambda call, result: Cost(0),
-        traits=Traits(movement=True),
+        cost=free,
+        traits=MOVEMENT,
     ),
 )

@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Body, Call, Fresh, Result, Tol, Unsupported
+from optdnn.ops.base import STEPS_TOL, Body, Call, Fresh, Result, Unsupported
 from optdnn.ops.bodies import IfAttrs, LoopAttrs, ScanAttrs, build_body, subgraph, symbols
 from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
@@ -277,7 +277,7 @@ def _export_scan(a: ScanAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
 # ---------------------------------------------------------------- definitions
 
 
-_control = partial(OpDef, cost=free, tol=Tol(1e-4, 1e-5))  # the cost is not known before it runs
+_control = partial(OpDef, cost=free, tol=STEPS_TOL)  # the cost is not known before it runs
 
 DEFS: tuple[OpDef, ...] = (
     _control("If", _infer_if, IfAttrs, _import_if, _export_if),

@@ -9,8 +9,8 @@ from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol
-from optdnn.ops.checks import agree, elements, require_length, require_rank
+from optdnn.ops.base import PRODUCT_TOL, Attrs, Call, Cost, FusedAttrs, Result
+from optdnn.ops.checks import agree, agree_all, elements, require_length, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.fused import fused_flops, product_flops, with_stages
@@ -153,8 +153,7 @@ def _check_kernel_shape(node: NodeSpec, kernel: Sequence[DimLike]) -> None:
     given = node.ints("kernel_shape")
     if given is not None:
         require_length(given, len(kernel), f"{node.op_type} kernel_shape")
-        for a, b in zip(given, kernel, strict=True):
-            agree(a, b, f"{node.op_type} kernel_shape {given} contradicts its weights")
+        agree_all(given, kernel, f"{node.op_type} kernel_shape {given} contradicts its weights")
 
 
 def operand_types(node: NodeSpec, e: Emit, weights: int = 1) -> tuple[TensorType, TensorType]:
@@ -252,10 +251,18 @@ def _export_conv_transpose(
 
 
 # A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
-_TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("Conv", with_stages(infer_conv), ConvAttrs, _import_conv, _export_conv, cost=_cost_conv, tol=_TOL, arity=3),
+    OpDef(
+        "Conv",
+        with_stages(infer_conv),
+        ConvAttrs,
+        _import_conv,
+        _export_conv,
+        cost=_cost_conv,
+        tol=PRODUCT_TOL,
+        arity=3,
+    ),
     OpDef(
         "ConvTranspose",
         with_stages(_infer_conv_transpose),
@@ -263,7 +270,7 @@ DEFS: tuple[OpDef, ...] = (
         _import_conv_transpose,
         _export_conv_transpose,
         cost=_cost_conv,
-        tol=_TOL,
+        tol=PRODUCT_TOL,
         arity=3,
     ),
 )

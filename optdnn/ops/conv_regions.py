@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol, Traits, attrs_dict
-from optdnn.ops.checks import agree, elements, free, require_length, require_rank
+from optdnn.ops.base import EXACT, MOVEMENT, PRODUCT_TOL, Attrs, Call, NestedAttrs, Result, Stage, attrs_dict
+from optdnn.ops.checks import agree, agree_all, free, per_element, require_length, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages
@@ -307,8 +307,7 @@ def _infer_conv_sum(call: Call) -> Result:
         infer_as(call, "Conv", ConvAttrs(*source), call.types[2 * k : 2 * k + 2]).types[0]
         for k, source in enumerate(a.sources)
     )
-    for x, y in zip(first.dims, second.dims, strict=True):
-        agree(x, y, f"ConvSum adds {first} and {second}")
+    agree_all(first.dims, second.dims, f"ConvSum adds {first} and {second}")
     return Result((infer_stages(a.epilogue, first, (first, *call.types[4:])),))
 
 
@@ -319,14 +318,12 @@ def _infer_paired_conv(call: Call) -> Result:
     for k, source in enumerate(a.sources):
         x, *both = (call.type(i) for i in slots[3 * k : 3 * k + 3])
         require_rank(both[0], 5, "PairedConv weights")
-        for m, n in zip(both[0].dims, both[1].dims, strict=True):
-            agree(m, n, f"PairedConv weights {both[0]} and {both[1]} differ")
+        agree_all(both[0].dims, both[1].dims, f"PairedConv weights {both[0]} and {both[1]} differ")
         eights, eight, *rest = both[0].dims
         weight = both[0].with_shape((eights * eight, *rest))
         results.append(infer_as(call, "Conv", ConvAttrs(*source), (x, weight)).types[0])
     for other in results[1:]:
-        for m, n in zip(results[0].dims, other.dims, strict=True):
-            agree(m, n, f"PairedConv adds {results[0]} and {other}")
+        agree_all(results[0].dims, other.dims, f"PairedConv adds {results[0]} and {other}")
     return Result((results[0],))
 
 
@@ -334,8 +331,7 @@ def _infer_gated_conv(call: Call) -> Result:
     require_length(call.types, 6, "GatedConv operands")
     geometry = ConvAttrs(**without(attrs_dict(call.attrs), "epilogue", "beside"))
     first, second = (infer_as(call, "Conv", geometry, call.types[k : k + 3]).types[0] for k in (0, 3))
-    for m, n in zip(first.dims, second.dims, strict=True):
-        agree(m, n, f"GatedConv combines {first} and {second}")
+    agree_all(first.dims, second.dims, f"GatedConv combines {first} and {second}")
     return Result((first,))
 
 
@@ -352,32 +348,27 @@ def _infer_mean_product(call: Call) -> Result:
     return infer_as(call, "Conv", call.attrs, (x.with_shape((*x.dims[:2], 1, 1)), *call.types[1:]))
 
 
+def _infer_chained(call: Call, kind: str = "Conv") -> Result:
+    """The results of both convolutions."""
+    a: SeparableConvAttrs | ChainedQuantizedAttrs = call.attrs
+    between = infer_as(call, kind, a.first, call.types[: a.operands]).types
+    return Result((*between, *infer_as(call, kind, a.second, (*between, *call.types[a.operands :])).types))
+
+
 def _infer_separable(call: Call) -> Result:
-    a: SeparableConvAttrs = call.attrs
-    between = infer_as(call, "Conv", a.first, call.types[: a.operands]).types
-    return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
-
-
-def _infer_chained(call: Call) -> Result:
-    a: SeparableConvAttrs = call.attrs
-    between = infer_as(call, "Conv", a.first, call.types[: a.operands]).types
-    return Result((*between, *infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :])).types))
+    return Result(_infer_chained(call).types[1:])
 
 
 def _infer_chained_quantized(call: Call) -> Result:
-    a: ChainedQuantizedAttrs = call.attrs
-    between = infer_as(call, "QuantizedConv", a.first, call.types[: a.operands]).types
-    last = infer_as(call, "QuantizedConv", a.second, (*between, *call.types[a.operands :])).types
-    return Result((*between, *last) if a.kept else last)
+    types = _infer_chained(call, "QuantizedConv").types
+    return Result(types if call.attrs.kept else types[1:])
 
 
 def _infer_excitation_gate(call: Call) -> Result:
-    a: ExcitationGateAttrs = call.attrs
     x = call.type(0)
     require_rank(x, 3, "ExcitationGate input")
     vectors = TensorType(call.type(1).dtype, (x.dims[0], x.dims[2], 1, 1))
-    between = infer_as(call, "Conv", a.first, (vectors, *call.types[1 : a.operands])).types
-    return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
+    return _infer_separable(replace(call, types=(vectors, *call.types[1:])))
 
 
 def _infer_conv_squeeze(call: Call) -> Result:
@@ -403,30 +394,22 @@ def _infer_squeeze_finish(call: Call) -> Result:
 # ---------------------------------------------------------------- definitions
 
 
-def _cost_squeeze(call: Call, result: Result) -> Cost:
-    return Cost(elements(call.type(0)))
-
-
-_MOVES = Traits(movement=True)
-_TOL = Tol(rtol=1e-5, atol=3e-6)
-"""The tolerance of Conv."""
-
 DEFS: tuple[OpDef, ...] = (
-    region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),
-    region("ChainedConv", _infer_chained, SeparableConvAttrs, tol=_TOL),
+    region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=MOVEMENT, arity=1),
+    region("ChainedConv", _infer_chained, SeparableConvAttrs, tol=PRODUCT_TOL),
     region("ChainedQuantized", _infer_chained_quantized, ChainedQuantizedAttrs, tol=EXACT),
-    region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
-    region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
-    region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
-    region("GatedConv", _infer_gated_conv, GatedConvAttrs, tol=_TOL, arity=6),
-    region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
-    region("ExcitationGate", _infer_excitation_gate, ExcitationGateAttrs, tol=_TOL),
-    region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
-    region("PairedConv", _infer_paired_conv, PairedConvAttrs, tol=_TOL),
-    region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
-    region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),
+    region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=PRODUCT_TOL, arity=3),
+    region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=PRODUCT_TOL),
+    region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=PRODUCT_TOL),
+    region("GatedConv", _infer_gated_conv, GatedConvAttrs, tol=PRODUCT_TOL, arity=6),
+    region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=PRODUCT_TOL, arity=3),
+    region("ExcitationGate", _infer_excitation_gate, ExcitationGateAttrs, tol=PRODUCT_TOL),
+    region("MeanProduct", _infer_mean_product, ConvAttrs, tol=PRODUCT_TOL, arity=3),
+    region("PairedConv", _infer_paired_conv, PairedConvAttrs, tol=PRODUCT_TOL),
+    region("PooledConv", _infer_pooled, ConvAttrs, tol=PRODUCT_TOL, arity=3),
+    region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=PRODUCT_TOL, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),
-    region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=_TOL),
-    region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=_MOVES),
-    region("SqueezeFinish", _infer_squeeze_finish, SqueezeFinishAttrs, cost=_cost_squeeze),
+    region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=PRODUCT_TOL),
+    region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=MOVEMENT),
+    region("SqueezeFinish", _infer_squeeze_finish, SqueezeFinishAttrs, cost=per_element(1)),
 )

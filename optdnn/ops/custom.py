@@ -8,7 +8,7 @@ from typing import Any
 
 from optdnn.custom import CustomOp, known, plain
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import STEPS_TOL, Attrs, Call, Result, Traits, Unsupported
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.types import TensorType
@@ -66,7 +66,7 @@ DEFS = (
         CustomAttrs,
         {},
         _to_onnx,
-        tol=Tol(1e-4, 1e-5),
+        tol=STEPS_TOL,
         traits=Traits(own_precision=True),
     ),
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from optdnn.dim import dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, promote_types
-from optdnn.ops.checks import agree, elements, extent, require_rank
+from optdnn.ops.base import EXACT, PRODUCT_TOL, STEPS_TOL, Attrs, Call, Cost, Result, Unsupported, promote_types
+from optdnn.ops.checks import agree, agree_all, elements, extent, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import check_window, read_window
@@ -161,8 +161,9 @@ def _infer_deform_conv(call: Call) -> Result:
         require_rank(call.type(4), 4, "DeformConv mask")
         wanted.append((call.type(4), taps, "mask"))
     for t, channels, name in wanted:
-        for d, s in zip(t.dims, (x.dims[0], channels, *sizes), strict=True):
-            agree(d, s, f"DeformConv {name} {t} does not fit its input {x} and weights {w}")
+        agree_all(
+            t.dims, (x.dims[0], channels, *sizes), f"DeformConv {name} {t} does not fit its input {x} and weights {w}"
+        )
     if call.has(3):
         require_rank(call.type(3), 1, "DeformConv bias")
         agree(call.type(3).dims[0], m, "DeformConv bias length and output channels differ")
@@ -222,8 +223,6 @@ def _cost_deform_conv(call: Call, result: Result) -> Cost:
     return Cost(2 * elements(result.types[0]) * extent(*w[1:]) + 8 * columns)
 
 
-_TOL = Tol(rtol=1e-5, atol=3e-6)
-
 DEFS: tuple[OpDef, ...] = (
     OpDef("NonMaxSuppression", _infer_nms, NMSAttrs, cost=_cost_nms, tol=EXACT),
     OpDef(
@@ -232,7 +231,7 @@ DEFS: tuple[OpDef, ...] = (
         RoiAlignAttrs,
         _import_roi_align,
         cost=_cost_roi_align,
-        tol=Tol(rtol=1e-4, atol=1e-5),
+        tol=STEPS_TOL,
     ),
     OpDef("MaxRoiPool", _infer_max_roi_pool, MaxRoiPoolAttrs, tol=EXACT),
     OpDef(
@@ -241,14 +240,16 @@ DEFS: tuple[OpDef, ...] = (
         GridSampleAttrs,
         _import_grid_sample,
         cost=_cost_grid_sample,
-        tol=_TOL,
+        tol=PRODUCT_TOL,
     ),
     OpDef(
         "AffineGrid",
         _infer_affine_grid,
         AffineGridAttrs,
         cost=lambda call, result: Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[2])),
-        tol=_TOL,
+        tol=PRODUCT_TOL,
     ),
-    OpDef("DeformConv", _infer_deform_conv, DeformConvAttrs, _import_deform_conv, cost=_cost_deform_conv, tol=_TOL),
+    OpDef(
+        "DeformConv", _infer_deform_conv, DeformConvAttrs, _import_deform_conv, cost=_cost_deform_conv, tol=PRODUCT_TOL
+    ),
 )

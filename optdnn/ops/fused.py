@@ -33,6 +33,7 @@ from optdnn.ops.checks import elements, extent
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Export
 from optdnn.runtime.reference.arithmetic import products_of
+from optdnn.runtime.reference.base import picked
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import TensorType
 
@@ -54,7 +55,7 @@ def _no_symbols(hint: str, most: DimLike = INF) -> Dim:
 def _pick(args: Sequence[int | None], registers: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """The values that a stage's ``args`` name: registers (negative), or operands of the op that holds the stage."""
     try:
-        return [None if a is None else registers[~a] if a < 0 else operands[a] for a in args]
+        return picked(args, registers, operands)
     except IndexError:
         raise ShapeError(
             f"a fused stage reads {tuple(args)}, of {len(registers)} registers and {len(operands)} operands"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol, promote_types
+from optdnn.ops.base import PRODUCT_TOL, Attrs, Call, Cost, FusedAttrs, Result, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
@@ -141,7 +141,6 @@ def _import_einsum(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 # A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
-_TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
@@ -149,7 +148,7 @@ DEFS: tuple[OpDef, ...] = (
         with_stages(infer_matmul),
         MatMulAttrs,
         cost=cost_matmul,
-        tol=_TOL,
+        tol=PRODUCT_TOL,
         arity=2,
     ),
     OpDef(
@@ -157,8 +156,8 @@ DEFS: tuple[OpDef, ...] = (
         with_stages(_infer_gemm),
         GemmAttrs,
         cost=_cost_gemm,
-        tol=_TOL,
+        tol=PRODUCT_TOL,
         arity=3,
     ),
-    OpDef("Einsum", _infer_einsum, EinsumAttrs, _import_einsum, cost=_cost_einsum, tol=_TOL),
+    OpDef("Einsum", _infer_einsum, EinsumAttrs, _import_einsum, cost=_cost_einsum, tol=PRODUCT_TOL),
 )

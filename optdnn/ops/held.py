@@ -9,8 +9,8 @@ from typing import Any
 from optdnn.errors import InternalError
 from optdnn.ops import attention, binary, conv, gemm, norm, quantized, rnn, softmax, unary
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.ops.base import DEFAULT_TOL, NO_TRAITS, Attrs, Call, Cost, Infer, Result, Tol, Traits
-from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.base import DEFAULT_TOL, NO_TRAITS, STEPS_TOL, Attrs, Call, Cost, Infer, Result, Tol, Traits
+from optdnn.ops.checks import agree, agree_all, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import plain_attrs, product_cost, typed_attrs
@@ -103,8 +103,7 @@ def _infer_channel_sums(call: Call) -> Result:
     a: ChannelSumsAttrs = call.attrs
     q, k = call.type(0), call.type(1)
     require_rank(q, 4, "ChannelSums queries")
-    for x, y in zip(q.dims, k.dims, strict=True):
-        agree(x, y, f"ChannelSums keys {k} are not of the queries {q}")
+    agree_all(q.dims, k.dims, f"ChannelSums keys {k} are not of the queries {q}")
     batch, heads, channels, tokens = q.dims
     return Result((TensorType(FP32, (batch, heads, -(-tokens // a.span), channels + 2, channels)),))
 
@@ -113,12 +112,12 @@ def _infer_channel_results(call: Call) -> Result:
     """Attention between channels, from these parts, on values (B, H, C, N), with a factor for each head's scores."""
     sums, v, factors = call.type(0), call.type(1), call.type(2)
     require_rank(sums, 5, "ChannelResults parts")
-    for x, y in zip((*sums.dims[:2], sums.dims[4], sums.dims[1]), (*v.dims[:3], factors.dims[-1]), strict=True):
-        agree(x, y, f"ChannelResults parts {sums} are not of the values {v} and factors {factors}")
+    what = f"ChannelResults parts {sums} are not of the values {v} and factors {factors}"
+    agree_all((*sums.dims[:2], sums.dims[4], sums.dims[1]), (*v.dims[:3], factors.dims[-1]), what)
     return Result((v,))
 
 
-CHANNEL_SUMS = region("ChannelSums", _infer_channel_sums, ChannelSumsAttrs, tol=Tol(rtol=1e-4, atol=1e-5))
+CHANNEL_SUMS = region("ChannelSums", _infer_channel_sums, ChannelSumsAttrs, tol=STEPS_TOL)
 CHANNEL_RESULTS = region("ChannelResults", _infer_channel_results, ChannelAttentionAttrs)
 
 
@@ -128,8 +127,7 @@ def _infer_factored_attention(call: Call) -> Result:
     for factor in (rows, columns):
         require_rank(factor, 5, "FactoredAttention factor")
         queries = (*factor.dims[:2], factor.dims[2] * factor.dims[3])
-        for a, b in zip(queries, q.dims[:3], strict=True):
-            agree(a, b, f"FactoredAttention factor {factor} is not of the queries {q}")
+        agree_all(queries, q.dims[:3], f"FactoredAttention factor {factor} is not of the queries {q}")
     agree(
         rows.dims[4] * columns.dims[4],
         k.dims[2],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
+from optdnn.ops.base import EXACT, MOVEMENT, Attrs, Call, Result
 from optdnn.ops.checks import free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Export
@@ -37,6 +37,6 @@ DEFS: tuple[OpDef, ...] = (
         _export,
         cost=free,
         tol=EXACT,
-        traits=Traits(movement=True),
+        traits=MOVEMENT,
     ),
 )

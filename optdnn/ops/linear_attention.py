@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
-from optdnn.ops.checks import agree, extent, floating, require_rank, required
+from optdnn.ops.base import STEPS_TOL, Attrs, Call, Cost, Result, Unsupported
+from optdnn.ops.checks import agree, agree_all, extent, floating, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, needs, refuse_attributes
@@ -73,8 +73,7 @@ def _infer(call: Call) -> Result:
         require_rank(past, 4, "LinearAttention past_state")
         if not is_float(past.dtype):
             raise ShapeError(f"LinearAttention past_state of {past}")
-        for given, due in zip(past.dims, state.dims, strict=True):
-            agree(given, due, f"LinearAttention past_state {past}, {state} is due")
+        agree_all(past.dims, state.dims, f"LinearAttention past_state {past}, {state} is due")
         state = past.with_shape(state.dims)
     return Result((value.with_shape((batch, length, deep * more)), state))
 
@@ -144,6 +143,6 @@ DEFS: tuple[OpDef, ...] = (
         {MICROSOFT + "LinearAttention": _import},
         _export,
         cost=_cost,
-        tol=Tol(rtol=1e-4, atol=1e-5),
+        tol=STEPS_TOL,
     ),
 )

@@ -132,13 +132,18 @@ def _check_affine(call: Call, x: TensorType, i: int, name: str) -> TensorType:
     return t
 
 
+def _check_affines(call: Call, x: TensorType) -> None:
+    """The scale, and the bias if there is one, broadcast to x and have its type."""
+    for i, name in ((1, "scale"), (2, "bias")):
+        if (i == 1 or call.has(i)) and _check_affine(call, x, i, name).dtype != x.dtype:
+            raise ShapeError(f"{call.kind} {name} is {call.type(i)}, its input {x}")
+
+
 def _infer_layer(call: Call) -> Result:
     a: LayerNormAttrs = call.attrs
     x = _input(call)
     axis = normalize_axis(a.axis, len(x.dims), "LayerNormalization axis")
-    for i, name in ((1, "scale"), (2, "bias")):
-        if (i == 1 or call.has(i)) and _check_affine(call, x, i, name).dtype != x.dtype:
-            raise ShapeError(f"LayerNormalization {name} is {call.type(i)}, its input {x}")
+    _check_affines(call, x)
     ones: Shape = (1,) * (len(x.dims) - axis)
     statistics = TensorType(a.stash_type, (*x.dims[:axis], *ones))
     return Result((x, statistics, statistics)[: call.n_outputs])
@@ -158,9 +163,7 @@ def _infer_deviation(call: Call) -> Result:
         raise ShapeError("DeviationNormalization subtracts the mean, so its variance must be about the mean")
     if not (0 <= a.epsilon < np.inf and 0 <= a.root_epsilon < np.inf):
         raise ShapeError(f"DeviationNormalization epsilons are {a.epsilon} and {a.root_epsilon}")
-    for i, name in ((1, "scale"), (2, "bias")):
-        if (i == 1 or call.has(i)) and _check_affine(call, x, i, name).dtype != x.dtype:
-            raise ShapeError(f"DeviationNormalization {name} is {call.type(i)}, its input {x}")
+    _check_affines(call, x)
     return Result((x,))
 
 

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from optdnn.ops.attention import RotaryAttrs
-from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol
-from optdnn.ops.checks import agree, elements, per_element, require_rank
+from optdnn.ops.base import STEPS_TOL, Attrs, Call, Cost, NestedAttrs, Result, Stage, attrs_dict
+from optdnn.ops.checks import agree, agree_all, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
+from optdnn.ops.fused import infer_stages, plain_value, stages_flops
 from optdnn.ops.held import held_attrs, infer_as, plain_held, region
 from optdnn.ops.regions import without
+from optdnn.runtime.reference.conv_regions import prefixed
 from optdnn.types import FP32, TensorType
 
 
 @dataclass(frozen=True)
-class AddNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``."""
+class HeldNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``. A step holds these among the other fields."""
 
     norm: str
     own: Attrs
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> AddNormAttrs:
-        return cls(given["norm"], held_attrs(given["norm"], without(given, "norm")))
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        names = {f.name for f in fields(cls)} - {"own"}
+        own = held_attrs(given["norm"], without(given, *names, "arity"))
+        return cls(**{name: given[name] for name in names & given.keys()}, own=own)
 
     def plain(self) -> dict[str, Any]:
-        return {"norm": self.norm, **plain_held(self.norm, self.own)}
+        others = {name: plain_value(value) for name, value in without(attrs_dict(self), "norm", "own").items()}
+        return {"norm": self.norm, **plain_held(self.norm, self.own), **others}
 
 
 FIRST = "first_"
@@ -41,64 +45,41 @@ class NormAddNormAttrs(NestedAttrs):
 
     norm: str
     own: Attrs
-    first: AddNormAttrs
+    first: HeldNormAttrs
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> NormAddNormAttrs:
-        first = {name.removeprefix(FIRST): value for name, value in given.items() if name.startswith(FIRST)}
-        last = AddNormAttrs.read({name: value for name, value in given.items() if not name.startswith(FIRST)})
-        return cls(last.norm, last.own, AddNormAttrs.read(first))
+        last = HeldNormAttrs.read({name: value for name, value in given.items() if not name.startswith(FIRST)})
+        return cls(last.norm, last.own, HeldNormAttrs.read(prefixed(given, FIRST)))
 
     def plain(self) -> dict[str, Any]:
         first = {FIRST + name: value for name, value in self.first.plain().items()}
-        return {**AddNormAttrs(self.norm, self.own).plain(), **first}
+        return {**HeldNormAttrs(self.norm, self.own).plain(), **first}
 
 
 @dataclass(frozen=True)
-class ActivatedNormAttrs(NestedAttrs):
-    """The normalization or softmax ``norm`` (a kind) with its attributes ``own``, the stages before it and the stages after it.
+class ActivatedNormAttrs(HeldNormAttrs):
+    """A normalization or softmax, the stages before it and the stages after it. Stages read operands from slot 4 on."""
 
-    Stages read operands from slot 4 on.
-    """
-
-    norm: str
-    own: Attrs
     epilogue: tuple[Stage, ...]
     prologue: tuple[Stage, ...] = ()
 
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
-
     def plain(self) -> dict[str, Any]:
-        own = plain_held(self.norm, self.own)
-        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
-        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
+        made = {**super().plain(), "arity": 3}
+        return made if self.prologue else without(made, "prologue")
 
 
 @dataclass(frozen=True)
-class NormPairAttrs(NestedAttrs):
-    """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``after`` follow the first, ``others`` the second.
+class NormPairAttrs(HeldNormAttrs):
+    """Two normalizations with the same attributes. ``after`` follow the first, ``others`` the second.
 
     Each has its operands: its input, its scale and bias, and from slot 4 on the operands of its stages. The first has ``count``
     operands.
     """
 
-    norm: str
-    own: Attrs
     count: int
     after: tuple[Stage, ...] = ()
     others: tuple[Stage, ...] = ()
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> NormPairAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "count", "after", "others"))
-        return cls(given["norm"], own, given["count"], tuple(given["after"]), tuple(given["others"]))
-
-    def plain(self) -> dict[str, Any]:
-        stages = {"after": plain_stages(self.after), "others": plain_stages(self.others)}
-        return {"norm": self.norm, **plain_held(self.norm, self.own), "count": self.count, **stages}
 
 
 @dataclass(frozen=True)
@@ -150,7 +131,7 @@ class NormedResidualAttrs(Attrs):
 
 
 def _infer_add_norm(call: Call) -> Result:
-    a: AddNormAttrs = call.attrs
+    a: HeldNormAttrs = call.attrs
     total = infer_as(call, "Add", Attrs(), call.types[:2])
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
@@ -217,21 +198,12 @@ def _infer_normed_residual(call: Call) -> Result:
     require_rank(moments, 3, "NormedResidual moments")
     columns, depth = weights.dims
     agree(x.dims[1], depth, f"NormedResidual weights {weights} do not fit rows {x}")
-    for found, wanted in zip(residual.dims, (x.dims[0], columns), strict=True):
-        agree(found, wanted, f"NormedResidual {residual} does not fit rows {x} times {weights}")
+    agree_all(residual.dims, (x.dims[0], columns), f"NormedResidual {residual} does not fit rows {x} times {weights}")
     agree(x.dims[0], moments.dims[1], f"NormedResidual moments {moments} are not of rows {residual}")
     return Result((x.with_shape((x.dims[0], columns)),))
 
 
 # ---------------------------------------------------------------- definitions
-
-
-def _cost_add_norm(call: Call, result: Result) -> Cost:
-    return Cost(9 * elements(call.type(0)))
-
-
-def _cost_norm_add_norm(call: Call, result: Result) -> Cost:
-    return Cost(17 * elements(call.type(0)))
 
 
 def _cost_activated_norm(call: Call, result: Result) -> Cost:
@@ -265,18 +237,12 @@ def _cost_group_apply(call: Call, result: Result) -> Cost:
 
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
-    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
-    region("NormAddNorm", _infer_norm_add_norm, NormAddNormAttrs, cost=_cost_norm_add_norm),
+    region("AddNorm", _infer_add_norm, HeldNormAttrs, cost=per_element(9)),
+    region("NormAddNorm", _infer_norm_add_norm, NormAddNormAttrs, cost=per_element(17)),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
-    region(
-        "GroupMoments",
-        _infer_group_moments,
-        GroupMomentsAttrs,
-        cost=per_element(4),
-        arity=1,
-    ),
+    region("GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), arity=1),
     region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
-    region("SoftmaxMean", _infer_softmax_mean, cost=lambda call, result: Cost(6 * elements(call.type(0)))),
-    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=Tol(rtol=1e-4, atol=1e-5)),
+    region("SoftmaxMean", _infer_softmax_mean, cost=per_element(6)),
+    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=STEPS_TOL),
 )

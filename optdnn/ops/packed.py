@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Call, Result, Tol
-from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.base import PRODUCT_TOL, Call, Result
+from optdnn.ops.checks import agree, agree_all, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import with_stages
 from optdnn.ops.gemm import cost_matmul
@@ -57,8 +57,7 @@ def _check_zeros(call: Call, scales: TensorType) -> None:
     if z.dtype not in (UINT8, scales.dtype):
         raise ShapeError(f"{call.kind} zero points are {z}; they must be uint8 or of the type of the scales {scales}")
     require_rank(z, 2, f"{call.kind} zero points")
-    for d, s in zip(z.dims, scales.dims, strict=True):
-        agree(d, s, f"{call.kind} zero points {z} do not have the shape of the scales {scales}")
+    agree_all(z.dims, scales.dims, f"{call.kind} zero points {z} do not have the shape of the scales {scales}")
 
 
 def _infer_matmul(call: Call) -> Result:
@@ -82,7 +81,6 @@ def _infer_gather(call: Call) -> Result:
 
 
 # A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
-_TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
@@ -92,7 +90,7 @@ DEFS: tuple[OpDef, ...] = (
         {},
         export_packed_matmul,
         cost=cost_matmul,  # without dequantization; bytes are the packed weights'
-        tol=_TOL,
+        tol=PRODUCT_TOL,
         arity=4,
     ),
     OpDef("PackedGather", _infer_gather, PackedGatherAttrs, {}, export_packed_gather),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.limits import WINDOW
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Traits, Unsupported
+from optdnn.ops.checks import agree_all, elements, extent, per_element, require_length, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import Window, check_window, read_window
@@ -100,8 +100,7 @@ def _infer_unpool(call: Call) -> Result:
     require_rank(indices, rank + 2, "MaxUnpool indices")
     if indices.dtype != INT64:
         raise ShapeError(f"MaxUnpool indices are {indices}; they must be int64")
-    for p, q in zip(x.dims, indices.dims, strict=True):
-        agree(p, q, f"MaxUnpool input {x} and indices {indices} have different shapes")
+    agree_all(x.dims, indices.dims, f"MaxUnpool input {x} and indices {indices} have different shapes")
     sizes: list[DimLike] = [
         (x.dims[2 + i] - 1) * a.strides[i] + a.kernel_shape[i] - a.pads[i] - a.pads[rank + i] for i in range(rank)
     ]
@@ -193,9 +192,6 @@ def _cost_pool(call: Call, result: Result) -> Cost:
     return Cost(elements(result.types[0]) * (extent(*call.attrs.kernel_shape) + (call.kind != "MaxPool")))
 
 
-_SUM = Tol(rtol=1e-5, atol=1e-6)
-
-
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         "MaxPool",
@@ -214,7 +210,6 @@ DEFS: tuple[OpDef, ...] = (
         _import_pool(AveragePoolAttrs),
         _export_pool,
         cost=_cost_pool,
-        tol=_SUM,
     ),
     OpDef(
         "LpPool",
@@ -223,10 +218,9 @@ DEFS: tuple[OpDef, ...] = (
         _import_pool(LpPoolAttrs),
         _export_pool,
         cost=lambda call, result: Cost(elements(result.types[0]) * (2 * extent(*call.attrs.kernel_shape) + 1)),
-        tol=_SUM,
     ),
     OpDef("GlobalMaxPool", _infer_global, cost=per_element(1), tol=EXACT, traits=Traits(monotone=True)),
-    OpDef("GlobalAveragePool", _infer_global, cost=per_element(1), tol=_SUM),
-    OpDef("GlobalLpPool", _infer_global, GlobalLpPoolAttrs, cost=per_element(2), tol=_SUM),
+    OpDef("GlobalAveragePool", _infer_global, cost=per_element(1)),
+    OpDef("GlobalLpPool", _infer_global, GlobalLpPoolAttrs, cost=per_element(2)),
     OpDef("MaxUnpool", _infer_unpool, MaxUnpoolAttrs, _import_unpool, cost=per_element(0), tol=EXACT),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.ops.base import Attrs, Call, FusedAttrs, Result, Stage, Tol
-from optdnn.ops.checks import agree, per_element, require_rank
+from optdnn.ops.base import PRODUCT_TOL, STEPS_TOL, Attrs, Call, FusedAttrs, Result, Stage
+from optdnn.ops.checks import agree, agree_all, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import with_stages
 from optdnn.ops.held import region
@@ -82,8 +82,7 @@ class NormedProductAttrs(Attrs):
 
 
 def _check_second_weights(kind: str, weights: TensorType, others: TensorType) -> None:
-    for a, b in zip(weights.dims, others.dims, strict=True):
-        agree(a, b, f"{kind} weights {weights} and {others} differ")
+    agree_all(weights.dims, others.dims, f"{kind} weights {weights} and {others} differ")
 
 
 def _infer_paired_product(call: Call) -> Result:
@@ -166,16 +165,14 @@ def _infer_row_bytes(call: Call) -> Result:
 
 # ---------------------------------------------------------------- definitions
 
-_TOL, _SUMS = Tol(rtol=1e-5, atol=3e-6), Tol(rtol=1e-4, atol=1e-5)
-
 DEFS: tuple[OpDef, ...] = (
-    region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=_SUMS),
-    region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=_SUMS),
-    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=_TOL),
+    region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=STEPS_TOL),
+    region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=STEPS_TOL),
+    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=PRODUCT_TOL),
     region("RowBytes", _infer_row_bytes, cost=per_element(4)),
-    region("RowProduct", _infer_row_product, RowProductAttrs, tol=_TOL),
-    region("SelectedProduct", _infer_selected_product, tol=_TOL),
-    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("RowProduct", _infer_row_product, RowProductAttrs, tol=PRODUCT_TOL),
+    region("SelectedProduct", _infer_selected_product, tol=PRODUCT_TOL),
+    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=STEPS_TOL, arity=4),
     region("UnpackedBytes", _infer_unpacked_bytes, UnpackedTilesAttrs, cost=per_element(2)),
     region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
 )

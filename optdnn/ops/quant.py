@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported, attrs_dict
-from optdnn.ops.checks import agree, per_element, require_rank
+from optdnn.ops.checks import agree, agree_all, per_element, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry, infer_conv, operand_types, window_attrs
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, normalized_axis, onnx_dtype
@@ -63,8 +63,7 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
         return t  # one value either way
     if like is not None:
         require_rank(t, len(like.dims), f"{what} with a scale {like}: it")
-        for d, s in zip(t.dims, like.dims, strict=True):
-            agree(d, s, f"{what} does not have the shape of the scale {like}")
+        agree_all(t.dims, like.dims, f"{what} does not have the shape of the scale {like}")
         return t
     if a.block_size:
         require_rank(t, len(x.dims), f"{what}, in blocks of {x},")

@@ -18,7 +18,7 @@ from typing import Any
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
-from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.checks import agree, agree_all, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import product_cost
@@ -82,8 +82,7 @@ def _finished(call: Call, x: TensorType, channels: DimLike, shape: tuple[Any, ..
     if call.has(3):
         residual = call.type(3)
         require_rank(residual, len(shape), f"{call.kind} residual")
-        for d, s in zip(residual.dims, shape, strict=True):
-            agree(d, s, f"{call.kind} residual {residual} is not of the result's shape")
+        agree_all(residual.dims, shape, f"{call.kind} residual {residual} is not of the result's shape")
     for i, wanted in ((5, FP32), (6, x.dtype)):
         if call.has(i) and (call.type(i).dtype != wanted or call.type(i).dims not in ((), (1,))):
             raise ShapeError(f"{call.kind} operand {i} is {call.type(i)}; it must be one number of {wanted}")

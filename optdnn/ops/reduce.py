@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Known, Result, Tol, Traits
 from optdnn.ops.checks import per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
@@ -155,7 +155,7 @@ DEFS: tuple[OpDef, ...] = (
     _reduction("ReduceMean", 1, _SUM),
     _reduction("ReduceMax", 1, EXACT, monotone=True),
     _reduction("ReduceMin", 1, EXACT),
-    _reduction("ReduceProd", 1, Tol(rtol=1e-5, atol=1e-6)),
+    _reduction("ReduceProd", 1, DEFAULT_TOL),
     _reduction("ReduceL1", 2, _SUM),
     _reduction("ReduceL2", 2, _SUM),
     _reduction("ReduceLogSum", 1, _SUM),

@@ -15,6 +15,8 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.base import (
     EXACT,
+    MOVEMENT,
+    STEPS_TOL,
     Attrs,
     Call,
     Cost,
@@ -25,7 +27,7 @@ from optdnn.ops.base import (
     attrs_dict,
     same_type,
 )
-from optdnn.ops.checks import agree, elements, free, per_element, require_rank
+from optdnn.ops.checks import agree, elements, free, per_element, per_output, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.held import (
     CACHED_ATTENTION,
@@ -311,33 +313,25 @@ def _cost_rotary_pair(call: Call, result: Result) -> Cost:
     return Cost(3 * sum(map(elements, result.types)))
 
 
-def _cost_resized(call: Call, result: Result) -> Cost:
-    return Cost(8 * elements(result.types[0]))
-
-
-_MOVES = Traits(movement=True)
-_SUMS = Tol(rtol=1e-4, atol=1e-5)
-"""Errors of one step affect all later steps."""
-
 DEFS: tuple[OpDef, ...] = (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     CHANNEL_RESULTS,
     CHANNEL_SUMS,
-    region("Copies", _infer_copies, cost=free, tol=EXACT, traits=_MOVES),
-    region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
+    region("Copies", _infer_copies, cost=free, tol=EXACT, traits=MOVEMENT),
+    region("Copy", same_type, cost=free, tol=EXACT, traits=MOVEMENT),
     FACTORED_ATTENTION,
     ROUNDED_ATTENTION,
-    region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
+    region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=MOVEMENT),
     region("MaskedSoftmax", same_type, cost=per_element(5)),
     PERIODIC_ATTENTION,
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
-    region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS),
-    region("EdgePadded", _infer_edge_padded, EdgePaddedAttrs, tol=_SUMS),
-    region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=_SUMS),
-    region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
+    region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=STEPS_TOL),
+    region("EdgePadded", _infer_edge_padded, EdgePaddedAttrs, tol=STEPS_TOL),
+    region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=STEPS_TOL),
+    region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=per_output(8), tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
-    region("TurnedHeads", _infer_turned_heads, TurnedHeadsAttrs, tol=_SUMS),
-    region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS),
+    region("TurnedHeads", _infer_turned_heads, TurnedHeadsAttrs, tol=STEPS_TOL),
+    region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=STEPS_TOL),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

@@ -14,8 +14,8 @@ import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, attrs_dict
-from optdnn.ops.checks import agree, elements, emit, floating, require_length, require_rank
+from optdnn.ops.base import STEPS_TOL, Attrs, Call, Cost, Result, attrs_dict
+from optdnn.ops.checks import agree_all, elements, emit, floating, require_length, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, ToOnnx
 from optdnn.ops.fused import product_flops
@@ -105,8 +105,7 @@ def _infer(call: Call) -> Result:
 
 def _check(kind: str, name: str, t: TensorType, shape: Sequence[DimLike], like: TensorType | None) -> None:
     require_rank(t, len(shape), f"{kind} {name}")
-    for size, wanted in zip(t.dims, shape, strict=True):
-        agree(size, wanted, f"{kind} {name} is {t}, it must be [{', '.join(map(str, shape))}]")
+    agree_all(t.dims, shape, f"{kind} {name} is {t}, it must be [{', '.join(map(str, shape))}]")
     if like is not None and t.dtype != like.dtype:
         raise ShapeError(f"{kind} {name} is {t}, its input {like}")
     if like is None and t.dtype.kind not in "iu":
@@ -230,9 +229,8 @@ _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
     "LSTM": (LSTMAttrs, "input_forget"),
 }
 """Kind -> its attributes, and the attribute that only this kind has."""
-_TOL = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step affect all later steps."""
 
 DEFS: tuple[OpDef, ...] = tuple(
-    OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL) for kind, (cls, flag) in _OWN.items()
+    OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, STEPS_TOL) for kind, (cls, flag) in _OWN.items()
 )

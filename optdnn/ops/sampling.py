@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Traits
-from optdnn.ops.checks import agree, elements, floating, require_rank
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
+from optdnn.ops.checks import agree, floating, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import FP32, INT64, TensorType, dtype_name
@@ -63,7 +63,7 @@ DEFS: tuple[OpDef, ...] = (
         _infer,
         onnx={f"{DOMAIN}.SampleToken": _import},
         to_onnx=_export,
-        cost=lambda call, result: Cost(10 * elements(call.type(0))),
+        cost=per_element(10),
         tol=EXACT,
         traits=Traits(own_precision=True),
     ),

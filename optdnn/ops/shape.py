@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, floordiv, mod
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, Tol, Traits, known_array
+from optdnn.ops.base import EXACT, MOVEMENT, Attrs, Call, Infer, Result, Tol, Traits, known_array
 from optdnn.ops.checks import free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
@@ -255,8 +255,6 @@ def _export_shape(attrs: ShapeAttrs, inputs: Sequence[str], n_outputs: int, e: E
 
 
 # ---------------------------------------------------------------- the table
-
-MOVEMENT = Traits(movement=True)
 
 
 def define_free(

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import EXACT, STEPS_TOL, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, floating, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
@@ -194,7 +194,7 @@ DEFS: tuple[OpDef, ...] = (
         "Det",
         _infer_det,
         cost=lambda call, result: Cost(elements(call.type(0)) * extent(call.type(0).dims[-1])),
-        tol=Tol(rtol=1e-4, atol=1e-5),
+        tol=STEPS_TOL,
     ),
     OpDef(
         "BitCast",

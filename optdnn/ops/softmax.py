@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Result, Tol
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Result, Tol
 from optdnn.ops.checks import emit, floating, per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
@@ -55,7 +55,7 @@ def _def(kind: str, flops: float, tol: Tol) -> OpDef:
 
 DEFS: tuple[OpDef, ...] = (
     # Per element: maximum, subtract, exp (counted as one), sum, divide.
-    _def("Softmax", 5, Tol(rtol=1e-5, atol=1e-6)),
-    _def("LogSoftmax", 5, Tol(rtol=1e-5, atol=1e-6)),
-    _def("Hardmax", 2, Tol(0.0, 0.0)),
+    _def("Softmax", 5, DEFAULT_TOL),
+    _def("LogSoftmax", 5, DEFAULT_TOL),
+    _def("Hardmax", 2, EXACT),
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, attrs_dict
+from optdnn.ops.base import EXACT, MOVEMENT, Attrs, Call, Result, attrs_dict
 from optdnn.ops.checks import agree, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
@@ -125,7 +125,7 @@ DEFS: tuple[OpDef, ...] = (
         CompressAttrs,
         cost=per_element(1),
         tol=EXACT,
-        traits=Traits(movement=True),
+        traits=MOVEMENT,
     ),
     OpDef(
         "ReverseSequence",
@@ -133,6 +133,6 @@ DEFS: tuple[OpDef, ...] = (
         ReverseSequenceAttrs,
         cost=per_element(1),
         tol=EXACT,
-        traits=Traits(movement=True),
+        traits=MOVEMENT,
     ),
 )

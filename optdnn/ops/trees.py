@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
+from optdnn.ops.base import Attrs, Call, Cost, Result, Unsupported
 from optdnn.ops.checks import elements, emit, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
@@ -350,6 +350,5 @@ DEFS = (
         },
         _to_onnx,
         cost=_cost,
-        tol=Tol(1e-5, 1e-6),
     ),
 )

@@ -80,13 +80,13 @@ class IsInfAttrs(Attrs):
     detect_positive: bool = True
 
 
-def _numeric(dtype: DType) -> bool:
+def is_numeric(dtype: DType) -> bool:
     return is_float(dtype) or is_int(dtype)
 
 
 _ACCEPTS: dict[str, Callable[[DType], bool]] = {
     "a floating-point operand": is_float,
-    "a numeric operand": _numeric,
+    "a numeric operand": is_numeric,
     "a signed numeric operand": lambda d: is_float(d) or d.kind == "i",
     "an integer operand": is_int,
     "a bool operand": lambda d: d == BOOL,

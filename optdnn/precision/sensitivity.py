@@ -242,7 +242,7 @@ def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, 
 
 def place(graph: Graph, op: Op) -> Value:
     """The output by which an op is judged: the first output that has a reader."""
-    return next((v for i in range(len(op.outputs)) if graph.uses(v := Value(op.id, i))), op.value)
+    return next((v for v in op.values if graph.uses(v)), op.value)
 
 
 def _operand_places(graph: Graph, ops: Sequence[Op]) -> list[Value]:

@@ -63,7 +63,7 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
         count = parts_of_whole(graph, parts[at:], axis)
         if first.kind == "Split" and is_axis(graph, operand(first), first.attrs.axis, axis):
             # Their sizes may be unknown.
-            outputs = [Value(first.id, port) for port in range(len(first.outputs))]
+            outputs = first.values
             count = len(outputs) if parts[at : at + len(outputs)] == outputs else 0
         if count:
             parts[at : at + count] = [operand(first)]
@@ -81,7 +81,7 @@ def stack_of_split(graph: Graph, op: Op) -> Match | None:
     first = producer(graph, parts[0], {"Split"})
     if first is None or not op.outputs[0].type.is_static or not graph.type(operand(first)).is_static:
         return None
-    if parts != [Value(first.id, port) for port in range(len(first.outputs))]:
+    if parts != first.values:
         return None
     cut, joined = (t.static_shape for t in (first.outputs[0].type, graph.type(operand(op))))
     if len({o.type.dims for o in first.outputs}) > 1 or any(graph.type(v).dims != joined for v in op.inputs if v):
@@ -97,7 +97,7 @@ def turned_parts(graph: Graph, op: Op) -> Match | None:
 
     Set Transformer (Lee et al., 2019) joins its heads along the batch, and takes them apart in the same way."""
     split = producer(graph, op.inputs[0], {"Split"})
-    parts = [] if split is None else [Value(split.id, port) for port in range(len(split.outputs))]
+    parts = [] if split is None else split.values
     if split is None or list(op.inputs) != parts or not op.outputs[0].type.is_static or len(parts) < 2:
         return None
     dims = graph.type(operand(split)).static_shape

@@ -35,7 +35,7 @@ def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     rows = operand(split)
     dims = graph.type(rows).dims
-    parts = [Value(split.id, i) for i in range(len(split.outputs))]
+    parts = split.values
     if len(dims) != 2 or split.attrs.axis % 2 or op.attrs.axis % 2 or [p.inputs[0] for p in products] != parts:
         return None
     taken = [_matrix(graph, p) for p in products]

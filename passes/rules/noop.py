@@ -128,7 +128,7 @@ def norm_of_one(graph: Graph, op: Op) -> Match | Miss | None:
     """A normalization of single elements becomes its bias: each element is its own mean."""
     type_, a = op.outputs[0].type, op.attrs
     axis = normalize_axis(a.axis, len(type_.dims))
-    if any(d != 1 for d in type_.dims[axis:]) or any(graph.uses(Value(op.id, i)) for i in range(1, len(op.outputs))):
+    if any(d != 1 for d in type_.dims[axis:]) or any(graph.uses(v) for v in op.values[1:]):
         return None
     bias = graph.constant_value(op.input(2)) if op.input(2) is not None else np.zeros((), type_.dtype)
     if bias is None or not type_.is_static or math.prod(type_.static_shape) > MOST_ELEMENTS:

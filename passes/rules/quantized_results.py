@@ -324,8 +324,8 @@ def _readers(graph: Graph, value: Value) -> Iterator[Op]:
     for user in graph.users(value):
         yield user
         if user.kind in VIEWS and user.inputs[0] == value:
-            for port in range(len(user.outputs)):
-                yield from _readers(graph, Value(user.id, port))
+            for inner in user.values:
+                yield from _readers(graph, inner)
 
 
 def _float(graph: Graph, end: Op) -> Value:

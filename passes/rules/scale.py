@@ -40,7 +40,7 @@ def feeds_step(graph: Graph, value: Value) -> Op | None:
             if user.kind in _STEPS or (user.kind == "Cast" and not is_float(user.attrs.to)):
                 return user
         passing = [u for u in users if u.kind != "Output" and _passes_on(u)]
-        level = [v for u in passing for port in range(len(u.outputs)) if (v := Value(u.id, port)) not in seen]
+        level = [v for u in passing for v in u.values if v not in seen]
         seen.update(level)
     return None
 

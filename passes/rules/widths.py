@@ -78,15 +78,15 @@ class Widths:
         """Whether only operators of this plan read ``op``; with ``together``, also operators that lead only to ``reader``."""
         return all(
             user.id in inside or (self.together and self._leads(user, reader))
-            for i in range(len(op.outputs))
-            for user in self.graph.users(Value(op.id, i))
+            for value in op.values
+            for user in self.graph.users(value)
         )
 
     def _leads(self, user: Op, reader: Op, depth: int = 8) -> bool:
         """Whether all results of ``user`` lead only to ``reader``, directly or through views and factors."""
         if depth == 0 or user.kind not in (*_VIEWS, "Mul", "LpNormalization"):
             return False
-        users = [u for i in range(len(user.outputs)) for u in self.graph.users(Value(user.id, i))]
+        users = [u for v in user.values for u in self.graph.users(v)]
         return bool(users) and all(u.id == reader.id or self._leads(u, reader, depth - 1) for u in users)
 
     def _constant(self, x: Value) -> bool:

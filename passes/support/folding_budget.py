@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optdnn.ir.body import bodies
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.limits import FOLDED_BYTES, FOLDED_WORK
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
@@ -29,7 +29,7 @@ class FoldingBudget:
         if not all(o.type.is_static for o in op.outputs):
             return None
         read = [v for v in op.inputs if v is not None and graph.type(v).is_static]
-        grown = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
+        grown = sum(bytes_of(graph, v) for v in op.values)
         grown -= sum(bytes_of(graph, v) for v in read)
         work = _work(graph, op) - CHEAP_WORK * sum(elements(graph.type(v)) for v in read)
         for left, asked, limit in ((self.bytes, grown, FOLDED_BYTES), (self.work, work, FOLDED_WORK)):

@@ -72,7 +72,7 @@ def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> 
     others = [graph.constant_value(v) for v in op.inputs if v is not None and v != value]
     scaled = op.pointwise and all(c is not None for c in others)
     if within and (scaled or op.kind in PARTS | ACTIVATIONS):
-        results = [Value(op.id, port) for port in range(len(op.outputs))]
+        results = op.values
         return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None
     return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1

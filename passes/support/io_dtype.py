@@ -9,14 +9,13 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.types import DTYPES, is_float
 
 
-def convert_borders(graph: Graph, io_dtype: str) -> int:
-    """Give every floating-point input and output the dtype ``io_dtype`` ("fp32", "fp16", "bf16"); returns the number of casts.
+def convert_borders(graph: Graph, io_dtype: str) -> None:
+    """Give every floating-point input and output the dtype ``io_dtype`` ("fp32", "fp16", "bf16").
 
     The network inside keeps its types, and so do inputs that only set parameters of sampling. The casts have no ONNX node name,
     since the model has no nodes for them.
     """
     dtype = DTYPES[io_dtype]
-    casts = 0
     for i in graph.inputs:
         op = graph.op(i)
         (out,) = op.outputs
@@ -30,7 +29,6 @@ def convert_borders(graph: Graph, io_dtype: str) -> int:
         for user_id in {u.op for u in uses}:
             user = graph.op(user_id)
             graph.set_op(replace(user, inputs=tuple(cast.value if v == op.value else v for v in user.inputs)))
-        casts += 1
     for i in graph.outputs:
         op = graph.op(i)
         source, (out,) = op.inputs[0], op.outputs
@@ -38,5 +36,3 @@ def convert_borders(graph: Graph, io_dtype: str) -> int:
             continue
         cast = graph.add("Cast", [source], CastAttrs(to=dtype), names=[f"{out.name}_cast"])
         graph.set_op(replace(op, inputs=(cast.value,), outputs=(replace(out, type=out.type.with_dtype(dtype)),)))
-        casts += 1
-    return casts

@@ -143,7 +143,7 @@ def growing(graph: Graph) -> dict[int, str]:
         last = stages[-1].kind if stages else op.kind
         if last not in BOUNDS and (op.kind not in RECURRENT or function is not None):
             reason = reason if function is None else f"it reads {op.kind} {op.name}, whose state may grow beyond 65504"
-            large.update(dict.fromkeys((Value(op.id, i) for i in range(len(op.outputs))), reason))
+            large.update(dict.fromkeys(op.values, reason))
     return found
 
 
@@ -192,7 +192,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
-        results = [Value(op.id, i) for i in range(len(op.outputs))]
+        results = op.values
         read = [v for v in op.inputs if v is not None and graph.type(v).dtype == FP32]
         if _makes_mask(graph, read, masks):
             masks.update(v for v in results if largest.get(v, 0.0) > FP16_LARGEST)

@@ -74,7 +74,7 @@ def padded_bag(graph: Graph, value: Value | None) -> PaddedBag | None:
 
 def _read_by_others(graph: Graph, loop: Op, readers: set[int]) -> bool:
     """Whether more than these operators read the results of a loop."""
-    return any(user.id not in readers for i in range(len(loop.outputs)) for user in graph.users(Value(loop.id, i)))
+    return any(user.id not in readers for v in loop.values for user in graph.users(v))
 
 
 def _kept(graph: Graph, loop: Op) -> KeptPositions | None:

@@ -153,7 +153,7 @@ class _Quantizer:
         for op in reversed(self.graph.order()):
             if not self._follows(op):
                 continue
-            outputs = [Value(op.id, i) for i in range(len(op.outputs))]
+            outputs = op.values
             asked = next((p for v in outputs for p in sorted(QUANTIZED) if (v, p) in self.wanted), None)
             if asked is None or no_integers(self.graph, op, self.target) is not None:
                 continue

@@ -39,7 +39,7 @@ def _moved(graph: Graph, op: Op) -> tuple[set[Value], Iterable[Op]]:
             if not user.definition.traits.movement and (user.kind not in INDEXED or user.inputs[0] != value):
                 readers[user.id] = user
                 continue
-            results = {Value(user.id, port) for port in range(len(user.outputs))} - values
+            results = set(user.values) - values
             values |= results
             waiting += results
     return values, readers.values()

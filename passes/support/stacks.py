@@ -123,8 +123,7 @@ def part_of(graph: Graph, value: Value) -> Part | None:
 def parts_of(graph: Graph, like: Part) -> Iterator[tuple[Value, Part]]:
     """All parts of the same tensor along the same axis and of the same size as ``like``, including itself."""
     for user in graph.users(like.source):
-        for port in range(len(user.outputs)):
-            value = Value(user.id, port)
+        for value in user.values:
             part = part_of(graph, value) if user.inputs[0] == like.source else None
             if part is not None and part.family == like.family:
                 yield value, part
@@ -164,7 +163,7 @@ class Forms:
             return None
         if part.source not in self._families:
             users = self.graph.users(part.source)
-            values = [Value(user.id, port) for user in users for port in range(len(user.outputs))]
+            values = [v for user in users for v in user.values]
             found = [part_of(self.graph, v) for v in values]
             self._families[part.source] = Counter(p.family for p in found if p is not None and p.source == part.source)
         return part if self._families[part.source][part.family] > 1 else None

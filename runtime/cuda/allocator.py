@@ -15,9 +15,10 @@ from optdnn.runtime.cuda.device import CudaError, check, driver
 from optdnn.types import Array
 
 
-def _free(name: str, pointer: Any) -> None:
+def free(name: str, handle: Any) -> None:
+    """Call the driver's function ``name`` that frees what ``handle`` stands for; errors are ignored."""
     with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
-        getattr(driver(), name)(pointer)
+        getattr(driver(), name)(handle)
 
 
 class DeviceMemory:
@@ -37,7 +38,7 @@ class DeviceMemory:
                     hint=hint,
                 ) from error
             self.pointer = int(handle)
-            weakref.finalize(self, _free, "cuMemFree", handle)
+            weakref.finalize(self, free, "cuMemFree", handle)
 
     def clear(self) -> None:
         """Fill the memory with zeros, and wait until that is done."""
@@ -84,7 +85,7 @@ class PinnedMemory:
     @cached_property
     def pointer(self) -> int:
         pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(self._size, 1)))
-        weakref.finalize(self, _free, "cuMemFreeHost", pointer)
+        weakref.finalize(self, free, "cuMemFreeHost", pointer)
         return int(pointer)
 
     @cached_property

@@ -11,11 +11,12 @@ A composed kernel evaluates other kinds (bodies, the operators of a region): ``k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Protocol, TypeAlias
+from typing import Any, Concatenate, Protocol, TypeAlias, TypeVar
 
 from optdnn.types import Array, DType
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+T = TypeVar("T")
 
 
 class Run(Protocol):
@@ -36,6 +37,11 @@ class Run(Protocol):
     def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
         """The single kernel that computes an operator on operands of these types; None if the operator needs more than one
         kernel."""
+
+
+def picked(args: Sequence[int | None], registers: Sequence[T], operands: Sequence[T | None]) -> list[T | None]:
+    """The values that a stage's ``args`` name (:class:`optdnn.ops.base.Stage`)."""
+    return [None if a is None else registers[~a] if a < 0 else operands[a] for a in args]
 
 
 ComposedKernel: TypeAlias = Callable[Concatenate[Run, ...], tuple[Array, ...]]

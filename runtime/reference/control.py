@@ -50,7 +50,7 @@ def loop(
     parts = {k: [x] for k in appended if (x := state[k]) is not None}
     rows: list[list[Array]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
     i, bare = 0, list[Kernel | None]()
-    if going and _hands_on(body, 1) and (limit is None or limit > LOOP_TRIPS.value):
+    if going and _hands_on(body) and (limit is None or limit > LOOP_TRIPS.value):
         times = "for ever" if limit is None else f"{limit} times"
         raise ValueError(f"the loop would run {times}, its body does not end it; {LOOP_TRIPS.hint}")
     while going and (limit is None or i < limit):
@@ -74,9 +74,9 @@ def loop(
     return (*finals, *scans)
 
 
-def _hands_on(body: PlainGraph, register: int) -> bool:
-    """Whether the first output of a body is one of its inputs, unchanged."""
-    same, made = {register}, body.inputs + len(body.constants)
+def _hands_on(body: PlainGraph) -> bool:
+    """Whether a body's condition is the one it was given, input 1."""
+    same, made = {1}, body.inputs + len(body.constants)
     for op in body.ops:
         if op.kind == "Identity" and op.inputs[0] in same:
             same.add(made)

@@ -121,10 +121,11 @@ def numbers_of_tiles(tiles: Array, bits: int) -> Array:
     return made.reshape(16 * count, -1)
 
 
-def rows_of_tiles(values: Array) -> Array:
-    """Scales or zero points of tiles: [tiles, sets, 16, groups] -> [16 * tiles, sets * groups]."""
-    count, sets, channels, groups = values.shape
-    return values.transpose(0, 2, 1, 3).reshape(count * channels, sets * groups)
+def by_number_of_tiles(parameters: Array, N: int, K: int, block_size: int) -> Array:
+    """Scales or zero points of tiles as fp32, repeated for each value: [tiles, sets, 16, groups] -> [N, K]."""
+    count, sets, channels, groups = parameters.shape
+    rows = parameters.transpose(0, 2, 1, 3).reshape(count * channels, sets * groups)
+    return by_number(rows[:N], N, K, block_size, 1).astype(FP32)
 
 
 def unpacked_tiles(
@@ -143,10 +144,10 @@ def unpacked_tiles(
     numbers = numbers_of_tiles(tiles, bits_of(dtype))[:N, :K].view(dtype if bits_of(dtype) == 8 else np.uint8)
     w = numbers.astype(FP32)
     if zeros is not None:
-        w -= by_number(rows_of_tiles(zeros), N, K, block_size, 1)[:N].astype(FP32)
+        w -= by_number_of_tiles(zeros, N, K, block_size)
     elif not is_float(dtype):
         w -= np.float32(1 << (bits_of(dtype) - 1))
-    w *= by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32)
+    w *= by_number_of_tiles(scales, N, K, block_size)
     return (w,)
 
 
@@ -165,7 +166,7 @@ def unpacked_bytes(
     """UnpackedBytes: packed weights in tiles as int8 [N, K]; ``inverse`` [N] holds the inverted scales. ``after`` only orders the
     steps."""
     whole = unpacked_tiles(tiles, np.ones_like(scales), zeros, code=code, K=K, N=N, block_size=block_size)[0]
-    factors = by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32) * inverse[:N, None]
+    factors = by_number_of_tiles(scales, N, K, block_size) * inverse[:N, None]
     return (np.rint(whole.astype(FP64) * factors).astype(np.int8),)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.reference.base import ComposedKernel, Run
+from optdnn.runtime.reference.base import ComposedKernel, Run, picked
 from optdnn.types import BF16, FP16, FP32, Array
 
 
@@ -39,8 +39,7 @@ def _registers(run: Run, slots: Sequence[Array], stages: Sequence[Any]) -> list[
     """Operand 0 and the result of every stage, 16-bit floats in fp32."""
     registers = [slots[0]]
     for stage in stages:
-        args = [None if a is None else registers[~a] if a < 0 else slots[a] for a in stage.args]
-        made = run(stage.kind, args, stage.attrs)[0]
+        made = run(stage.kind, picked(stage.args, registers, slots), stage.attrs)[0]
         registers.append(made.astype(FP32) if made.dtype in (FP16, BF16) else made)
     return registers
 

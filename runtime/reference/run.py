@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, RunError
 from optdnn.limits import LOOP_TRIPS
-from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.base import Kernel, picked
 from optdnn.runtime.reference.table import COMPOSED, KERNELS
 from optdnn.types import BF16, FP16, FP32, NARROW_FLOATS, Array, DType
 
@@ -42,8 +42,7 @@ def run_stages(value: Array, stages: Sequence[PlainStage], operands: Sequence[Ar
     the result has its type."""
     registers, last = [value], value
     for stage in stages:
-        args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
-        last = _kernel(stage.kind)(*args, **stage.attrs)[0]
+        last = _kernel(stage.kind)(*picked(stage.args, registers, operands), **stage.attrs)[0]
         registers.append(last.astype(_WIDENED[last.dtype]) if stage.kind == "Cast" and last.dtype in _WIDENED else last)
     return last
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.reference.base import ComposedKernel, Run
+from optdnn.runtime.reference.base import ComposedKernel, Run, picked
 from optdnn.types import Array
 
 _REDUCTIONS: dict[str, tuple[np.ufunc, float]] = {
@@ -49,8 +49,7 @@ def _computed(run: Run, start: Array, stages: Sequence[Any], operands: Sequence[
     """The last register of stages that start from ``start``."""
     registers = [start]
     for stage in stages:
-        args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
-        registers.append(run(stage.kind, args, stage.attrs)[0])
+        registers.append(run(stage.kind, picked(stage.args, registers, operands), stage.attrs)[0])
     return registers[-1]
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.net import Net
 from support.quantized_nets import QNet, norm_network, shifted_depthwise
 from support.sequence_cases import GROUP_NORM, group_norm, residual
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -34,10 +34,6 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
 
 ARCHS = ("sm_80", "sm_86", "sm_89")
-
-
-def chosen(program: Program) -> set[str]:
-    return {t["tactic"] for t in program.meta["tactics"]}
 
 
 def reasons(program: Program) -> str:
@@ -81,8 +77,8 @@ NETS: dict[str, tuple[Callable[[], Graph], str]] = {
 def test_small_networks_run_on_them(name: str, arch: str) -> None:
     build, tactic = NETS[name]
     program = check_simulated(build(), "bf16" if arch == "sm_86" else "fp16", target=f"cuda:{arch}")
-    assert tactic in chosen(program)
-    assert not {"rows", "depthwise"} & chosen(program)
+    assert tactic in set(tactics(program))
+    assert not {"rows", "depthwise"} & set(tactics(program))
     assert {k.arch for k in program.kernels} == {arch}
     assert all("sm90" not in k.template for k in program.kernels)
     for launch in launches_of(program):
@@ -113,14 +109,14 @@ def test_images_that_do_not_fit_a_block_are_read_twice() -> None:
     y = n.op("InstanceNormalization", x, n.positive(64), n.random(64), attrs=EpsilonAttrs(1e-3))
     small = n.done(n.conv(y, 8, 3))  # 26 KB for eight channels
     for arch in ARCHS:
-        assert "group_norm" in chosen(lowered(small, target=f"cuda:{arch}"))
+        assert "group_norm" in set(tactics(lowered(small, target=f"cuda:{arch}")))
     n = Net()
     x = n.conv(n.input(1, 8, 88, 88), 16, 3)
     y = n.op("InstanceNormalization", x, n.positive(16), n.random(16), attrs=EpsilonAttrs(1e-3))
     large = n.done(n.conv(y, 8, 3))  # 124 KB: more than a block has, except on sm_80
     for arch in ARCHS:
         program = lowered(large, target=f"cuda:{arch}")
-        assert "group_norm" in chosen(program)
+        assert "group_norm" in set(tactics(program))
         assert {"GroupMoments", "GroupApply"} <= set(kinds(program))
     check_simulated(large, target="cuda:sm_86")
 
@@ -131,7 +127,7 @@ def test_architectures_that_nothing_is_compiled_for_are_refused(graph: Callable[
     optimize(copy, options, "cuda:sm_80")
     turing = replace(of_arch("sm_80"), capability=(7, 5))
     program = lower_cuda(copy, options, turing, {})
-    assert not {"depthwise_tiles", "group_norm", "rows_once"} & chosen(program)
+    assert not {"depthwise_tiles", "group_norm", "rows_once"} & set(tactics(program))
     assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_75" in reasons(program)
 
 
@@ -147,7 +143,7 @@ def quantized_program(graph: Graph, arch: str) -> Program:
 def test_norms_give_bytes(arch: str) -> None:
     graph = norm_network(np.dtype(np.int8))
     program = quantized_program(graph, arch)
-    assert "rows_quantized" in chosen(program)
+    assert "rows_quantized" in set(tactics(program))
     feeds = feeds_of(graph)
     got = simulate(program, feeds)
     for output, want in evaluate(graph, feeds).items():
@@ -155,10 +151,10 @@ def test_norms_give_bytes(arch: str) -> None:
 
 
 def test_norms_give_fp8_from_sm_89_on() -> None:
-    assert "rows_quantized" in chosen(quantized_program(norm_network(), "sm_89"))
+    assert "rows_quantized" in tactics(quantized_program(norm_network(), "sm_89"))
     for arch in ("sm_80", "sm_86"):
         program = quantized_program(norm_network(), arch)
-        assert "rows_quantized" not in chosen(program)
+        assert "rows_quantized" not in set(tactics(program))
         assert f"instructions that round to fp8 begin with sm_89: {arch} has none" in reasons(program)
 
 
@@ -175,7 +171,7 @@ def test_8_bit_depthwise_convolutions_take_the_architectures_configurations(arch
     n = QNet()
     x = n.fake(n.input(64, 144, 56, 56), 0.03)
     program = quantized_program(n.done(n.fake(n.qconv(x, 144, group=144), 0.05)), arch)
-    assert "depthwise_8bit" in chosen(program)
+    assert "depthwise_8bit" in set(tactics(program))
     templates = {k.template for k in program.kernels}
     assert ("depthwise_sm90.cu" in templates) == (arch == "sm_90a")
     assert ("depthwise.cu" in templates) == (arch != "sm_90a")

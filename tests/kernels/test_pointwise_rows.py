@@ -11,14 +11,13 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
-from support.simulated import check_simulated, lowered
+from support.simulated import check_simulated, lowered, step_tactics
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.runtime.program import Program
 from optdnn.types import INT32, INT64
 
 WORDS = 40
@@ -74,17 +73,12 @@ CASES: dict[str, Callable[[], Graph]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    """The tactics of all steps."""
-    return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_meanings(name: str, precision: str) -> None:
     """One launch gathers and adds, and its meaning gives the graph's values."""
     program = check_simulated(CASES[name](), precision)
-    found = tactics(program)
+    found = step_tactics(program)
     assert found.count("pointwise_rows") == 1
     assert "gather" not in found
     (step,) = (s for s in program.steps if s.params.get("tactic") == "pointwise_rows")
@@ -101,7 +95,7 @@ def test_a_norm_of_two_gathered_rows_adds_nothing(gathers: int, tactics_of_sum: 
     other = rows(n, tokens(n, 2, 6, name="at"), 16) if gathers == 2 else n.input(2, 6, 16, name="given")
     x = n.op("Add", word, other)
     y = n.op("LayerNormalization", x, n.positive(16), n.random(16), attrs=LayerNormAttrs(-1))
-    found = tactics(check_simulated(n.done(n.op("Add", x, n.matmul(y, 16))), "fp16"))
+    found = step_tactics(check_simulated(n.done(n.op("Add", x, n.matmul(y, 16))), "fp16"))
     assert [t for t in found if t in ("pointwise_rows", "gather", "rows_once", "add_norm")] == tactics_of_sum
 
 
@@ -136,7 +130,7 @@ def test_refusals(name: str) -> None:
     found: Any = [t for t in program.meta["tactics"] if t["kind"] in ("Add", "Pointwise")]  # type: ignore[union-attr, index, call-overload]
     reasons = [r["reason"] for t in found for r in t.get("refused", ()) if r["tactic"] == "pointwise_rows"]
     assert any(because in r for r in reasons), reasons
-    assert "pointwise_rows" not in tactics(program)
+    assert "pointwise_rows" not in step_tactics(program)
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

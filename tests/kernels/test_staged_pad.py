@@ -11,13 +11,12 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph, compare_steps
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered, step_tactics
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import PadAttrs, SplitAttrs
 from optdnn.ops.unary import AlphaAttrs
-from optdnn.runtime.program import Program
 
 
 def padded(n: Net, x: Value, *pads: int, mode: str = "reflect") -> Value:
@@ -65,15 +64,10 @@ CASES: dict[str, Callable[[], Graph]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    """The tactics of all steps."""
-    return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_meanings(name: str) -> None:
     """One launch computes and pads, and its meaning gives the graph's values."""
-    found = tactics(check_simulated(CASES[name](), "fp32", tolerance=2e-5))
+    found = step_tactics(check_simulated(CASES[name](), "fp32", tolerance=2e-5))
     assert found.count("pad_staged") == 1
     assert not {"taps", "pointwise"}.intersection(found)
 
@@ -138,5 +132,5 @@ def test_negative_pads_crop_first(mode: str, tmp_path: Path) -> None:
     y = padded(n, n.op("Softmax", n.input(4, 9)), -1, 3, 2, -2, mode=mode)
     graph = n.done(n.op("Softmax", y))
     program = lowered(graph, "fp32")
-    assert "taps" in tactics(program)
+    assert "taps" in step_tactics(program)
     compare_steps(program, feeds_of(graph), 3e-6, tmp_path)

@@ -36,7 +36,7 @@ class GraphEmit:
     def op(self, kind: str, inputs: Sequence[Any], attrs: Attrs | None = None, outputs: int = 1) -> tuple[Value, ...]:
         refs = [self.const(x) if isinstance(x, np.ndarray) else x for x in inputs]
         op = self.graph.add(kind, refs, attrs, outputs=outputs)
-        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
+        return tuple(op.values)
 
     def const(self, value: Array) -> Value:
         return self.graph.add_constant(value)
@@ -235,6 +235,12 @@ def assert_close(actual: Array, expected: Array, tol: Tol, what: str = "") -> No
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
     """Seeded standard-normal values."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def integers(dtype: Any, *shape: int, seed: int = 0) -> Array:
+    """Seeded integers: any of the type."""
+    info = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True)
 
 
 def op_flops(graph: Graph, op: Op) -> float:

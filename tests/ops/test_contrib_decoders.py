@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onenode import onnxruntime_run
-from test_contrib import F, check, integers, normal, one
+from contribnode import F, check, one
+from onenode import integers, normal, onnxruntime_run
 
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
 from optdnn.importers.onnx import import_model

@@ -6,20 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_contrib import F, check, integers, normal, one
+from contribnode import F, check, holds, one
+from onenode import integers, normal
 
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.types import Array
-
-
-def holds(op: str, operands: list[Any], *want: Array, tol: float = 2e-5, **more: Any) -> None:
-    """The node gives these arrays."""
-    m, feeds = one(op, operands, n=len(want), **more)
-    for got, due in zip(evaluate(import_model(m), feeds).values(), want, strict=True):
-        assert got.shape == due.shape
-        np.testing.assert_allclose(got, due, rtol=tol, atol=tol)
 
 
 def ids(high: int, *shape: int, seed: int = 0) -> Array:

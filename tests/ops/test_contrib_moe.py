@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onenode import onnxruntime_run
+from onenode import normal, onnxruntime_run
 from onnx import helper, numpy_helper
 
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
@@ -31,10 +31,6 @@ def model(op: str, operands: list[Array | None], **attrs: Any) -> tuple[onnx.Mod
     graph = helper.make_graph([node], "g", ports, [onnx.ValueInfoProto(name="y")], weights)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10), feeds
-
-
-def normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(F)
 
 
 def same(op: str, operands: list[Array | None], tol: float, **attrs: Any) -> None:

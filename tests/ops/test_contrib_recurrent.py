@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_contrib import check, normal, one
-from test_contrib_fused import holds
+from contribnode import check, holds, one
+from onenode import normal
 
 from optdnn.errors import OptdnnError
 from optdnn.importers.onnx import import_model

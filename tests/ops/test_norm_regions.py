@@ -13,9 +13,9 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.norm_regions import (
     ActivatedNormAttrs,
-    AddNormAttrs,
     GroupApplyAttrs,
     GroupMomentsAttrs,
+    HeldNormAttrs,
     NormAddNormAttrs,
     NormedResidualAttrs,
     NormPairAttrs,
@@ -93,18 +93,18 @@ def test_rotary_norm_pair(tokens: bool) -> None:
 def test_add_norm(norm: str) -> None:
     a, b, scale = random(2, 3, 8), random(2, 3, 8, seed=1), random(8, seed=2)
     own = LayerNormAttrs(-1, 1e-3)
-    total, y = results("AddNorm", AddNormAttrs(norm, own), [a, b, scale], outputs=2)
+    total, y = results("AddNorm", HeldNormAttrs(norm, own), [a, b, scale], outputs=2)
     assert np.array_equal(total, a + b)
     assert np.array_equal(y, run_kernel(norm, [a + b, scale], {"axis": -1, "epsilon": 1e-3})[0])
     with pytest.raises(ShapeError, match="broadcast"):
-        infer("AddNorm", AddNormAttrs(norm, own), [a, random(2, 3, 7), scale], outputs=2)
+        infer("AddNorm", HeldNormAttrs(norm, own), [a, random(2, 3, 7), scale], outputs=2)
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
 def test_norm_add_norm(norm: str) -> None:
     a, b, scale, first = random(2, 3, 8), random(2, 3, 8, seed=1), random(8, seed=2), random(8, seed=3)
     own, attrs = LayerNormAttrs(-1, 1e-3), {"axis": -1, "epsilon": 1e-3}
-    both = NormAddNormAttrs(norm, own, AddNormAttrs("RMSNormalization", own))
+    both = NormAddNormAttrs(norm, own, HeldNormAttrs("RMSNormalization", own))
     assert NormAddNormAttrs.read(both.plain()) == both
     total, y = results("NormAddNorm", both, [a, b, scale, None, first, None], outputs=2)
     expected = run_kernel("RMSNormalization", [a, first], attrs)[0] + b
@@ -117,7 +117,7 @@ def test_norm_add_norm(norm: str) -> None:
 def test_norm_of_a_norm() -> None:
     x, scale, first = random(2, 3, 8), random(8, seed=2), random(8, seed=3)
     own, attrs = LayerNormAttrs(-1, 1e-3), {"axis": -1, "epsilon": 1e-3}
-    both = NormAddNormAttrs("LayerNormalization", own, AddNormAttrs("RMSNormalization", own))
+    both = NormAddNormAttrs("LayerNormalization", own, HeldNormAttrs("RMSNormalization", own))
     rows, y = results("NormAddNorm", both, [x, None, scale, None, first, None], outputs=2)
     expected = run_kernel("RMSNormalization", [x, first], attrs)[0]
     assert np.array_equal(rows, expected)

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, integers, normal, op_flops, run
 
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.evaluate import promote
@@ -17,11 +17,6 @@ from optdnn.types import DTYPES, FP16, FP32, FP64, Array
 
 F = np.float32
 E4M3, E5M2 = DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"]
-
-
-def integers(dtype: Any, *shape: int, seed: int = 0) -> Array:
-    info = np.iinfo(dtype)
-    return np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True)
 
 
 def case(op: str, inputs: Any, *args: Any, **more: Any) -> Case:

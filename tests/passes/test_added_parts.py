@@ -21,10 +21,6 @@ from optdnn.passes.canonicalize import Canonicalize
 CANON = Canonicalize()
 
 
-def cut(n: Net, x: Value, begin: int, end: int, axis: int) -> Value:
-    return n.op("Slice", x, n.ints(begin), n.ints(end), n.ints(axis))  # type: ignore[no-any-return]
-
-
 def concat(n: Net, *parts: Value, axis: int) -> Value:
     return n.op("Concat", *parts, attrs=ConcatAttrs(axis))  # type: ignore[no-any-return]
 
@@ -32,22 +28,22 @@ def concat(n: Net, *parts: Value, axis: int) -> Value:
 def test_all_parts_in_order_are_the_tensor() -> None:
     n = Net()
     x = n.op("Exp", n.input(2, 6, 4))
-    first, second = n.op("Split", cut(n, x, 2, 6, 1), n.ints(1, 3), attrs=SplitAttrs(axis=1), outputs=2)
-    y = concat(n, cut(n, x, 0, 2, 1), first, second, axis=1)
+    first, second = n.op("Split", n.sliced(x, 2, 6, 1), n.ints(1, 3), attrs=SplitAttrs(axis=1), outputs=2)
+    y = concat(n, n.sliced(x, 0, 2, 1), first, second, axis=1)
     check_pass(CANON, n.done(n.op("Neg", y)), changes=2, kinds={"Exp": 1, "Neg": 1}, rules={"concat_of_split": 2})
 
 
 def test_parts_of_parts_in_order_are_the_tensor() -> None:
     n = Net()
     x = n.op("Exp", n.input(2, 6, 4))
-    y = concat(n, cut(n, x, 0, 2, 1), cut(n, cut(n, x, 1, 6, 1), 1, 5, 1), axis=1)
+    y = concat(n, n.sliced(x, 0, 2, 1), n.sliced(n.sliced(x, 1, 6, 1), 1, 5, 1), axis=1)
     check_pass(CANON, n.done(n.op("Neg", y)), changes=1, kinds={"Exp": 1, "Neg": 1}, rules={"concat_of_parts": 1})
 
 
 def test_some_parts_in_order_are_a_slice() -> None:
     n = Net()
     x = n.op("Exp", n.input(2, 6, 4))
-    y = concat(n, cut(n, x, 1, 2, 1), cut(n, x, 2, 4, 1), axis=1)
+    y = concat(n, n.sliced(x, 1, 2, 1), n.sliced(x, 2, 4, 1), axis=1)
     check_pass(CANON, n.done(y), changes=1, kinds={"Exp": 1, "Slice": 1})
 
 
@@ -55,8 +51,8 @@ def test_parts_may_be_transposed_on_either_side() -> None:
     """PyTorch's exporter writes slices of an axis as scatters of the transposed tensor."""
     n = Net()
     x, turned = n.op("Exp", n.input(2, 3, 6, 5)), TransposeAttrs((3, 1, 2, 0))
-    first = cut(n, n.op("Transpose", x, attrs=turned), 0, 1, 0)
-    second = n.op("Transpose", cut(n, x, 1, 5, 3), attrs=turned)
+    first = n.sliced(n.op("Transpose", x, attrs=turned), 0, 1, 0)
+    second = n.op("Transpose", n.sliced(x, 1, 5, 3), attrs=turned)
     y = concat(n, first, second, axis=0)
     graph, _ = check_pass(CANON, n.done(n.op("Neg", y)), changes=1, kinds={"Exp": 1, "Neg": 1, "Transpose": 1})
     assert graph.of_kind("Transpose")[0].attrs == turned
@@ -66,7 +62,7 @@ def test_parts_may_be_transposed_on_either_side() -> None:
 def test_parts_in_another_order_stay(order: tuple[int, int]) -> None:
     n = Net()
     x = n.op("Exp", n.input(2, 6, 4))
-    parts = [cut(n, x, 0, 3, 1), cut(n, x, 3, 6, 1)]
+    parts = [n.sliced(x, 0, 3, 1), n.sliced(x, 3, 6, 1)]
     check_untouched(CANON, n.done(concat(n, *(parts[k] for k in order), axis=1)))
 
 
@@ -80,13 +76,13 @@ def test_parts_with_steps_stay() -> None:
 def test_parts_of_unknown_sizes_stay() -> None:
     n = Net()
     x = n.op("Exp", n.input(2, symbol("length"), 4))
-    check_untouched(CANON, n.done(concat(n, cut(n, x, 0, 3, 1), cut(n, x, 3, 6, 1), axis=1)))
+    check_untouched(CANON, n.done(concat(n, n.sliced(x, 0, 3, 1), n.sliced(x, 3, 6, 1), axis=1)))
 
 
 def test_parts_of_a_tensor_of_unknown_batch_size_are_the_tensor() -> None:
     n = Net()
     x = n.op("Exp", n.input(symbol("batch"), 6, 4))
-    y = concat(n, cut(n, x, 0, 3, 1), cut(n, x, 3, 6, 1), axis=1)
+    y = concat(n, n.sliced(x, 0, 3, 1), n.sliced(x, 3, 6, 1), axis=1)
     rules = {"concat_of_split": 1}
     check_pass(CANON, n.done(n.op("Neg", y)), changes=1, kinds={"Exp": 1, "Neg": 1}, rules=rules, sizes={"batch": 2})
 
@@ -96,9 +92,9 @@ def multiplied(n: Net) -> Value:
 
 
 def added(n: Net, x: Value, r: Value, swap: bool = False) -> Value:
-    part = cut(n, x, 1, 6, 1)
+    part = n.sliced(x, 1, 6, 1)
     total = n.op("Add", r, part) if swap else n.op("Add", part, r)
-    return concat(n, cut(n, x, 0, 1, 1), total, axis=1)
+    return concat(n, n.sliced(x, 0, 1, 1), total, axis=1)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -115,16 +111,16 @@ def scores(n: Net, turned: bool) -> Graph:
     q, k, v = (n.input(1, 2, 9, 16, name=name) for name in "qkv")
     x = n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2))), attrs=MatMulAttrs())
     r = n.input(1, 2, 8, 8, name="r")
-    rows = cut(n, x, 1, 9, 2)
-    part = n.op("Add", cut(n, rows, 1, 9, 3), r)
+    rows = n.sliced(x, 1, 9, 2)
+    part = n.op("Add", n.sliced(rows, 1, 9, 3), r)
     if turned:
         perm = TransposeAttrs((3, 1, 2, 0))
-        first = cut(n, n.op("Transpose", rows, attrs=perm), 0, 1, 0)
+        first = n.sliced(n.op("Transpose", rows, attrs=perm), 0, 1, 0)
         inner = concat(n, first, n.op("Transpose", part, attrs=perm), axis=0)
         inner = n.op("Transpose", inner, attrs=perm)
     else:
-        inner = concat(n, cut(n, rows, 0, 1, 3), part, axis=3)
-    y = concat(n, cut(n, x, 0, 1, 2), inner, axis=2)
+        inner = concat(n, n.sliced(rows, 0, 1, 3), part, axis=3)
+    y = concat(n, n.sliced(x, 0, 1, 2), inner, axis=2)
     return n.done(n.op("MatMul", n.op("Softmax", y), v, attrs=MatMulAttrs()))
 
 
@@ -193,7 +189,7 @@ def test_a_part_of_another_tensor_at_its_place_is_selected() -> None:
     """The rest of pooled queries in MViT: ``x[:, 1:] += q[:, 1:]``. Infinities outside of the part stay out."""
     n = Net()
     q = n.op("Exp", n.input(2, 6, 4, name="q"))
-    y = added(n, multiplied(n), cut(n, q, 1, 6, 1))
+    y = added(n, multiplied(n), n.sliced(q, 1, 6, 1))
     graph, _ = check_pass(
         CANON,
         n.done(y),
@@ -209,7 +205,7 @@ def test_a_part_of_another_tensor_at_its_place_is_selected() -> None:
 @pytest.mark.parametrize(("begin", "pads"), [(0, (0, 1, 0, 0, 0, 0)), (1, (0, 0, 0, 0, 1, 0))])
 def test_a_part_at_another_place_stays_padded(begin: int, pads: tuple[int, ...]) -> None:
     n = Net()
-    x = n.op("Pad", cut(n, n.op("Exp", n.input(2, 6, 4)), begin, begin + 5, 1), n.ints(*pads), attrs=PadAttrs())
+    x = n.op("Pad", n.sliced(n.op("Exp", n.input(2, 6, 4)), begin, begin + 5, 1), n.ints(*pads), attrs=PadAttrs())
     check_untouched(CANON, n.done(n.op("Add", x, n.input(2, 6, 4, name="r"))))
 
 
@@ -229,8 +225,8 @@ def test_tensors_that_no_product_computes_refuse() -> None:
 def test_a_sum_with_other_readers_stays() -> None:
     n = Net()
     x, r = multiplied(n), n.input(2, 5, 4, name="r")
-    total = n.op("Add", cut(n, x, 1, 6, 1), r)
-    check_untouched(CANON, n.done(concat(n, cut(n, x, 0, 1, 1), total, axis=1), n.op("Neg", total)))
+    total = n.op("Add", n.sliced(x, 1, 6, 1), r)
+    check_untouched(CANON, n.done(concat(n, n.sliced(x, 0, 1, 1), total, axis=1), n.op("Neg", total)))
 
 
 def writes(same: bool, reduction: str = "none") -> Graph:

@@ -20,15 +20,14 @@ from optdnn.ops.resize import ResizeAttrs
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 
+CANON = Canonicalize()
+
+
 CANON, ARITHMETIC = Canonicalize(), CanonicalizeArithmetic()
 
 
-def shape_of(*dims: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.asarray(dims, np.int64)
-
-
 def pad(n: Net, x: Value, pads: tuple[int, ...] = (0, 0, 1, 2, 0, 0, 0, 1), value: Any = None, **attrs: str) -> Value:
-    return n.op("Pad", x, shape_of(*pads), *([] if value is None else [value]), attrs=PadAttrs(**attrs))
+    return n.op("Pad", x, n.ints(*pads), *([] if value is None else [value]), attrs=PadAttrs(**attrs))
 
 
 # ---------------------------------------------------------------- padding
@@ -46,7 +45,7 @@ def test_padding_goes_into_a_convolution(pads: int | tuple[int, ...]) -> None:
 def test_padding_by_named_axes_of_a_symbolic_image() -> None:
     n = Net()
     x = n.input(2, 3, symbol("h"), symbol("w"))
-    y = n.conv(n.op("Pad", x, shape_of(1, 2), 0.0, shape_of(-1), attrs=PadAttrs()), 4, pads=0)
+    y = n.conv(n.op("Pad", x, n.ints(1, 2), 0.0, n.ints(-1), attrs=PadAttrs()), 4, pads=0)
     check_pass(CANON, n.done(y), changes=1, kinds={"Conv": 1}, sizes={"h": 5, "w": 4})
 
 
@@ -234,7 +233,7 @@ def test_an_activation_stays_after_windows_that_may_be_empty() -> None:
 @pytest.mark.parametrize("keepdims", [True, False])
 def test_a_reduction_of_an_image_is_a_pool(kind: str, pool: str, keepdims: bool) -> None:
     n = Net()
-    y = n.op(kind, n.input(symbol("n"), 3, 4, symbol("w")), shape_of(-1, 2), attrs=ReduceAttrs(keepdims))
+    y = n.op(kind, n.input(symbol("n"), 3, 4, symbol("w")), n.ints(-1, 2), attrs=ReduceAttrs(keepdims))
     kinds = {pool: 1} if keepdims else {pool: 1, "Reshape": 1}
     check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"spatial_reduction": 1}, sizes={"n": 2, "w": 5})
 
@@ -244,19 +243,19 @@ def test_a_reduction_of_an_image_is_a_pool(kind: str, pool: str, keepdims: bool)
 )
 def test_other_reductions_stay(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
     n = Net()
-    check_untouched(ARITHMETIC, n.done(n.op("ReduceMean", n.input(*dims), shape_of(*axes), attrs=ReduceAttrs())))
+    check_untouched(ARITHMETIC, n.done(n.op("ReduceMean", n.input(*dims), n.ints(*axes), attrs=ReduceAttrs())))
 
 
 def test_a_reduction_whose_shape_no_constant_expresses_is_refused() -> None:
     """An empty dimension: a target of 0 would mean "copy"."""
     n = Net()
-    y = n.op("ReduceMean", n.input(2, 0, 4, 5), shape_of(2, 3), attrs=ReduceAttrs(keepdims=False))
+    y = n.op("ReduceMean", n.input(2, 0, 4, 5), n.ints(2, 3), attrs=ReduceAttrs(keepdims=False))
     check_refused(ARITHMETIC, n.done(y), because="no constant target", rule="spatial_reduction")
 
 
 def test_integer_reductions_stay() -> None:
     n = Net(np.int32)
-    y = n.op("ReduceMax", n.input(2, 3, 4, 5), shape_of(2, 3), attrs=ReduceAttrs())
+    y = n.op("ReduceMax", n.input(2, 3, 4, 5), n.ints(2, 3), attrs=ReduceAttrs())
     check_untouched(ARITHMETIC, n.done(y))
 
 

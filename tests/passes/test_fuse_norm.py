@@ -13,7 +13,6 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.norm import EpsilonAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.passes.fuse_norm import FuseNorm
@@ -54,6 +53,8 @@ def divide_by_power(n: Net, d: Value, v: Value) -> Value:
 
 
 SQUARES = [square_by_pow, square_by_mul]
+
+
 ROOTS = [divide_by_sqrt, times_reciprocal_of_sqrt, times_one_over_sqrt, times_power, divide_by_power]
 
 
@@ -380,103 +381,3 @@ def test_a_mean_of_another_value_is_no_rms_norm() -> None:
     n = Net(np.float64)
     x, z = n.input(2, 8), n.input(2, 8, name="z")
     check_untouched(FuseNorm(), n.done(divide_by_sqrt(n, x, n.op("Add", mean(n, n.op("Mul", z, z), -1), EPS))))
-
-
-def group(
-    n: Net, x: Value, shape: tuple[int, ...], groups: int, *, scale: Any = None, bias: Any = None, back: Any = None
-) -> Value:
-    split = n.op("Reshape", x, n.ints(0, groups, -1), attrs=attrs("Reshape"))
-    one = n.const(np.ones(groups) if scale is None else scale)
-    zero = n.const(np.zeros(groups) if bias is None else bias)
-    y = n.op("InstanceNormalization", split, one, zero, attrs=EpsilonAttrs(1e-3))
-    return n.op("Reshape", y, n.ints(*(back or shape)), attrs=attrs("Reshape"))
-
-
-@pytest.mark.parametrize("affine", ["none", "scale", "both"])
-def test_group_norm_of_torch(affine: str) -> None:
-    n = Net(np.float64)
-    shape = (2, 6, 4, 5)
-    y = group(n, n.input(*shape), shape, 3)
-    if affine != "none":
-        y = n.op("Mul", y, n.random(6, 1, 1))
-    if affine == "both":
-        y = n.op("Add", y, n.random(6, 1, 1))
-    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1})
-    (op,) = graph.of_kind("GroupNormalization")
-    assert op.attrs == attrs("GroupNormalization", epsilon=1e-3, num_groups=3)
-    assert [graph.type(v).shape for v in op.inputs] == [shape, (6,), (6,)]
-
-
-def test_group_norm_takes_the_inner_scale_along() -> None:
-    n = Net(np.float64)
-    shape = (2, 6, 10)
-    y = group(n, n.input(*shape), shape, 2, scale=[2.0, 3.0], bias=[-1.0, 0.5])
-    y = n.op("Add", n.op("Mul", y, n.random(1, 6, 1)), n.random(6, 1))
-    check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1})
-
-
-def test_group_norm_that_is_wholly_written_out() -> None:
-    n = Net(np.float64)
-    shape = (2, 6, 4, 5)
-    split = n.op("Reshape", n.input(*shape), n.ints(2, 3, 40), attrs=attrs("Reshape"))
-    y = n.op("Reshape", core(n, split, -1), n.ints(*shape), attrs=attrs("Reshape"))
-    y = n.op("Add", n.op("Mul", y, n.random(6, 1, 1)), n.random(6, 1, 1))
-    check_pass(FuseNorm(), n.done(y), changes=2, kinds={"GroupNormalization": 1})
-
-
-def test_group_norm_whose_positions_become_a_sequence_is_of_the_image() -> None:
-    n = Net(np.float64)
-    y = n.op("Mul", group(n, n.input(2, 6, 4, 5), (2, 6, 20), 3), n.random(6, 1))
-    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1, "Reshape": 1})
-    (op,) = graph.of_kind("GroupNormalization")
-    assert op.outputs[0].type.shape == (2, 6, 4, 5)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_group_norm_of_images_that_are_views_of_a_video(kept: bool) -> None:
-    """One Reshape makes groups of the video; the images are another view of it, if a shortcut reads them."""
-    n = Net(np.float64)
-    video = n.input(2, 3, 6, 4, 5)
-    split = n.op("Reshape", video, n.ints(6, 3, -1), attrs=attrs("Reshape"))
-    y = n.op("InstanceNormalization", split, n.const(np.ones(3)), n.const(np.zeros(3)), attrs=EpsilonAttrs(1e-3))
-    y = n.op("Mul", n.op("Reshape", y, n.ints(6, 6, 4, 5), attrs=attrs("Reshape")), n.random(6, 1, 1))
-    if not kept:
-        check_untouched(FuseNorm(), n.done(y))
-        return
-    images = n.op("Reshape", video, n.ints(6, 6, 4, 5), attrs=attrs("Reshape"))
-    kinds = {"GroupNormalization": 1, "Reshape": 1, "Add": 1}
-    graph, _ = check_pass(FuseNorm(), n.done(n.op("Add", y, images)), changes=1, kinds=kinds)
-    (op,) = graph.of_kind("GroupNormalization")
-    assert op.outputs[0].type.shape == (6, 6, 4, 5)
-
-
-@pytest.mark.parametrize("back", [(2, 12, 10), (2, 1, 120), (2, 120), (240,)])
-def test_a_norm_of_one_group_before_any_reshape(back: tuple[int, ...]) -> None:
-    n = Net(np.float64)
-    y = group(n, n.input(2, 6, 4, 5), back, 1)
-    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1, "Reshape": 1})
-    (op,) = graph.of_kind("GroupNormalization")
-    assert (op.attrs.num_groups, op.outputs[0].type.shape) == (1, (2, 6, 4, 5))
-
-
-@pytest.mark.parametrize("back", [(2, 3, 40), (2, 12, 10), (2, 120)])
-def test_group_norm_with_other_channels_after_it_is_refused(back: tuple[int, ...]) -> None:
-    n = Net(np.float64)
-    y = group(n, n.input(2, 6, 4, 5), back, 3)
-    check_refused(FuseNorm(), n.done(y), because=r"not the shape fp64\[2, 6, 4, 5\] back")
-
-
-def test_group_norm_with_a_computed_scale_is_refused() -> None:
-    n = Net(np.float64)
-    x, s = n.input(2, 6, 20), n.input(3, name="s")
-    split = n.op("Reshape", x, n.ints(2, 3, -1), attrs=attrs("Reshape"))
-    y = n.op("InstanceNormalization", split, s, s, attrs=EpsilonAttrs())
-    y = n.op("Reshape", y, n.ints(2, 6, 20), attrs=attrs("Reshape"))
-    check_refused(FuseNorm(), n.done(y), because="its own scale and shift are not constants for each group")
-
-
-def test_an_instance_norm_between_other_reshapes_stays() -> None:
-    n = Net(np.float64)
-    split = n.op("Reshape", n.input(4, 6, 20), n.ints(2, 3, -1), attrs=attrs("Reshape"))
-    y = n.op("InstanceNormalization", split, n.random(3), n.random(3), attrs=EpsilonAttrs())
-    check_untouched(FuseNorm(), n.done(n.op("Reshape", y, n.ints(4, 6, 20), attrs=attrs("Reshape"))))

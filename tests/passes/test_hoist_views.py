@@ -13,21 +13,16 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.support.views import View, groups
-
-
-def transposed(n: Net, x: Value, *perm: int) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
 
 
 def vision_transformer(batch: int = 2) -> Graph:
     """(B, H, L, D) -> (L, B, H D) -> product -> (B, L, C), as torchvision's MultiheadAttention has it."""
     n = Net(np.float64)
-    x = n.op("Reshape", transposed(n, n.input(batch, 3, 5, 4), 2, 0, 1, 3), n.ints(5, batch, 12))
+    x = n.op("Reshape", n.transposed(n.input(batch, 3, 5, 4), 2, 0, 1, 3), n.ints(5, batch, 12))
     y = n.op("Add", n.matmul(x, 7), n.random(7))
-    return n.done(transposed(n, y, 1, 0, 2))
+    return n.done(n.transposed(y, 1, 0, 2))
 
 
 def test_a_transposition_merges_with_that_of_the_heads() -> None:
@@ -43,7 +38,7 @@ def joint(*, turn: bool = True, axis: int = 0, merged: tuple[int, ...] = (3, 8, 
     """Queries, keys and values of one projection, batch and heads merged, as SAM has them."""
     n = Net()
     x = n.op("Reshape", n.input(2, 5, 72), n.ints(2, 5, 3, 4, 6)) if turn else n.input(3, 2, 4, 5, 6)
-    x = transposed(n, x, 2, 0, 3, 1, 4) if turn else x
+    x = n.transposed(x, 2, 0, 3, 1, 4) if turn else x
     flat = n.op("Reshape", x, n.ints(*merged))
     count = n.dims(flat)[axis]
     assert isinstance(count, int)
@@ -72,7 +67,7 @@ def test_a_split_of_a_merged_axis_stays(options: dict[str, Any]) -> None:
 
 def test_a_split_of_unknown_sizes_stays() -> None:
     n = Net()
-    x = transposed(n, n.input(symbol("N"), 5, 3, 4, 6), 2, 0, 3, 1, 4)
+    x = n.transposed(n.input(symbol("N"), 5, 3, 4, 6), 2, 0, 3, 1, 4)
     parts = n.op("Split", n.op("Reshape", x, n.ints(3, -1, 5, 6)), attrs=SplitAttrs(axis=0, num_outputs=3), outputs=3)
     check_refused(HoistViews(), n.done(*parts), because="sizes are not known")
 
@@ -138,22 +133,22 @@ def test_flattened_rows_that_are_read_elsewhere_stay() -> None:
 def test_views_that_do_not_merge_stay() -> None:
     n = Net(np.float64)
     x = n.op("Reshape", n.input(4, 3, 8), n.ints(6, 2, 8))
-    check_refused(HoistViews(), n.done(transposed(n, n.matmul(x, 5), 1, 0, 2)), because="does not merge")
+    check_refused(HoistViews(), n.done(n.transposed(n.matmul(x, 5), 1, 0, 2)), because="does not merge")
 
 
 def untouched() -> dict[str, Graph]:
     found = {}
     n = Net(np.float64)
-    found["no view before"] = n.done(transposed(n, n.matmul(n.op("Relu", n.input(4, 3, 8)), 5), 1, 0, 2))
+    found["no view before"] = n.done(n.transposed(n.matmul(n.op("Relu", n.input(4, 3, 8)), 5), 1, 0, 2))
     n = Net(np.float64)
-    x = n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6)
+    x = n.matmul(n.transposed(n.input(4, 3, 8), 1, 0, 2), 6)
     found["heads"] = n.done(n.op("Reshape", x, n.ints(3, 4, 2, 3)))
     n = Net(np.float64)
-    y = n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6)
-    found["read twice"] = n.done(transposed(n, y, 1, 0, 2), n.op("Relu", y))
+    y = n.matmul(n.transposed(n.input(4, 3, 8), 1, 0, 2), 6)
+    found["read twice"] = n.done(n.transposed(y, 1, 0, 2), n.op("Relu", y))
     n = Net(np.float64)
-    y = n.op("Add", n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6), n.random(3, 4, 6))
-    found["added rows"] = n.done(transposed(n, y, 1, 0, 2))
+    y = n.op("Add", n.matmul(n.transposed(n.input(4, 3, 8), 1, 0, 2), 6), n.random(3, 4, 6))
+    found["added rows"] = n.done(n.transposed(y, 1, 0, 2))
     return found
 
 
@@ -228,12 +223,12 @@ def residual(image: str = "conv", *, second: bool = False, readers: int = 1, bia
     if image in ("sum", "other rows"):
         x = n.op("Add", x, n.input(2, 6, 4, 5))
     elif image == "turned":
-        x = transposed(n, n.op("Relu", transposed(n, x, 0, 2, 3, 1)), 0, 3, 1, 2)
+        x = n.transposed(n.op("Relu", n.transposed(x, 0, 2, 3, 1)), 0, 3, 1, 2)
     if image == "read once":  # a Fourier layer beside a convolution (FNO)
         x = n.conv(x, 6)
     read = n.input(2, 6, 4, 5) if image in ("other rows", "read once") else x
-    rows = n.op("Mul", n.matmul(transposed(n, read, 0, 2, 3, 1), 6), n.random(6))
-    y = transposed(n, rows, 0, 3, 1, 2)
+    rows = n.op("Mul", n.matmul(n.transposed(read, 0, 2, 3, 1), 6), n.random(6))
+    y = n.transposed(rows, 0, 3, 1, 2)
     other = n.random(6, 1, 1) if bias else x
     total = n.op("Add", *((other, y) if second else (y, other)))
     return n.done(total, *(n.op("Relu", y) for _ in range(readers - 1)))
@@ -253,8 +248,8 @@ def test_a_residual_is_added_before_the_turn_of_a_norm(readers: int) -> None:
     n = Net(np.float64)
     x = n.conv(n.input(2, 6, 4, 5), 6)
     attrs = LayerNormAttrs(-1, 1e-3)
-    rows = n.op("RMSNormalization", transposed(n, n.op("Relu", x), 0, 2, 3, 1), n.random(6), attrs=attrs)
-    graph = n.done(n.op("Add", x, transposed(n, rows, 0, 3, 1, 2)), *(n.op("Exp", rows) for _ in range(readers - 1)))
+    rows = n.op("RMSNormalization", n.transposed(n.op("Relu", x), 0, 2, 3, 1), n.random(6), attrs=attrs)
+    graph = n.done(n.op("Add", x, n.transposed(rows, 0, 3, 1, 2)), *(n.op("Exp", rows) for _ in range(readers - 1)))
     if readers > 1:
         check_untouched(HoistViews(), graph)
     else:
@@ -306,7 +301,7 @@ def rows_residual(rows: str = "sum", *, readers: int = 1, second: bool = False) 
         "constant": lambda: n.random(2, 4, 5, 6),
         "vector": lambda: n.input(6, name="v"),
     }[rows]()
-    y = transposed(n, n.conv(n.input(2, 6, 4, 5, name="image"), 6), 0, 2, 3, 1)
+    y = n.transposed(n.conv(n.input(2, 6, 4, 5, name="image"), 6), 0, 2, 3, 1)
     return n.done(n.op("Add", *((x, y) if second else (y, x))), *(n.op("Relu", y) for _ in range(readers - 1)))
 
 
@@ -331,7 +326,7 @@ def test_other_additions_to_rows_stay(options: dict[str, Any]) -> None:
 
 def test_an_addition_after_another_transpose_of_a_convolution_stays() -> None:
     n = Net(np.float64)
-    y = transposed(n, n.conv(n.input(2, 6, 4, 5), 6), 0, 3, 2, 1)
+    y = n.transposed(n.conv(n.input(2, 6, 4, 5), 6), 0, 3, 2, 1)
     check_untouched(HoistViews(), n.done(n.op("Add", y, n.input(2, 5, 4, 6, name="rows"))))
 
 
@@ -341,7 +336,7 @@ def windows(
 ) -> Value:  # fmt: skip
     """The normalized rows of windows that were put back into their images, as Swin V2 has them."""
     x = n.op("Reshape", n.matmul(n.input(2, 36, 5), 6), n.ints(2, 3, 2, 3, 2, 6))
-    x = n.op("Reshape", transposed(n, x, *perm), n.ints(*flat))
+    x = n.op("Reshape", n.transposed(x, *perm), n.ints(*flat))
     parameters = [n.positive(*scale), n.random(*scale)][: 2 if kind == "LayerNormalization" else 1]
     return n.op(kind, x, *parameters, attrs=LayerNormAttrs(axis, 1e-3))
 
@@ -382,7 +377,7 @@ def test_other_norms_stay_after_their_views(changes: dict[str, Any], because: st
 
 def test_norms_of_unknown_sizes_stay() -> None:
     n = Net()
-    x = transposed(n, n.input(symbol("b"), 3, 4, 6), 0, 2, 1, 3)
+    x = n.transposed(n.input(symbol("b"), 3, 4, 6), 0, 2, 1, 3)
     y = n.op("LayerNormalization", n.op("Reshape", x, n.ints(-1, 12, 6)), n.positive(6))
     check_refused(HoistViews(), n.done(y), because="its sizes are not known")
 
@@ -398,7 +393,7 @@ def test_an_addend_with_other_rows_stays() -> None:
 def test_an_addition_of_unknown_sizes_stays() -> None:
     n = Net()
     batch = symbol("b")
-    y = n.op("LayerNormalization", transposed(n, n.input(batch, 3, 4, 6), 0, 2, 1, 3), n.positive(6))
+    y = n.op("LayerNormalization", n.transposed(n.input(batch, 3, 4, 6), 0, 2, 1, 3), n.positive(6))
     y = n.op("Reshape", y, n.ints(0, 12, 6))
     check_refused(
         HoistViews(), n.done(n.op("Add", y, n.input(batch, 12, 6, name="y"))), because="its sizes are not known"

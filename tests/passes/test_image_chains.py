@@ -14,7 +14,6 @@ from support.simulated import check_simulated, kinds
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.support.parts_of_axes import chain_of
 from optdnn.passes.view_chains import ViewChains
@@ -23,23 +22,13 @@ HEADS, KEY, VALUE, HIGH, WIDE = 2, 8, 16, 4, 6
 PIXELS = HIGH * WIDE
 
 
-def turned(n: Net, x: Value, *perm: int) -> Value:
-    made: Value = n.op("Transpose", x, attrs=TransposeAttrs(perm))
-    return made
-
-
-def shaped(n: Net, x: Value, *shape: int) -> Value:
-    made: Value = n.op("Reshape", x, n.ints(*shape))
-    return made
-
-
 def projected(n: Net, batch: int, areas: int, **conv: Any) -> tuple[Value, ...]:
     """Queries, keys and values (batch * areas, heads, features, pixels of an area) of a convolution's image."""
     channels = HEADS * (2 * KEY + VALUE)
     y = n.conv(n.conv(n.input(batch, 8, HIGH, WIDE), 16), channels, 1, pads=0, **conv)
     if areas > 1:
-        y = turned(n, shaped(n, y, batch, channels, areas, PIXELS // areas), 0, 2, 1, 3)
-    heads = shaped(n, y, batch * areas, HEADS, channels // HEADS, PIXELS // areas)
+        y = n.transposed(n.reshaped(y, batch, channels, areas, PIXELS // areas), 0, 2, 1, 3)
+    heads = n.reshaped(y, batch * areas, HEADS, channels // HEADS, PIXELS // areas)
     parts: tuple[Value, ...] = n.op("Split", heads, n.ints(KEY, KEY, VALUE), attrs=SplitAttrs(2), outputs=3)
     return parts
 
@@ -47,15 +36,15 @@ def projected(n: Net, batch: int, areas: int, **conv: Any) -> tuple[Value, ...]:
 def back(n: Net, x: Value, batch: int, areas: int) -> Value:
     """Values (batch * areas, heads, features, pixels of an area) as an image."""
     if areas > 1:
-        x = turned(n, shaped(n, x, batch, areas, HEADS * VALUE, PIXELS // areas), 0, 2, 1, 3)
-    return shaped(n, x, batch, HEADS * VALUE, HIGH, WIDE)
+        x = n.transposed(n.reshaped(x, batch, areas, HEADS * VALUE, PIXELS // areas), 0, 2, 1, 3)
+    return n.reshaped(x, batch, HEADS * VALUE, HIGH, WIDE)
 
 
 def attention(n: Net, batch: int, areas: int, **conv: Any) -> Graph:
     """Attention of the pixels of each area; a depthwise convolution of the values is added."""
     q, k, v = projected(n, batch, areas, **conv)
-    scores = n.op("Softmax", n.op("MatMul", turned(n, q, 0, 1, 3, 2), k), attrs=SoftmaxAttrs(-1))
-    y = back(n, n.op("MatMul", v, turned(n, scores, 0, 1, 3, 2)), batch, areas)
+    scores = n.op("Softmax", n.op("MatMul", n.transposed(q, 0, 1, 3, 2), k), attrs=SoftmaxAttrs(-1))
+    y = back(n, n.op("MatMul", v, n.transposed(scores, 0, 1, 3, 2)), batch, areas)
     place = n.conv(back(n, v, batch, areas), HEADS * VALUE, group=HEADS * VALUE)
     return n.done(n.conv(n.op("Add", y, place), 16, 1, pads=0))
 
@@ -66,7 +55,7 @@ def attention(n: Net, batch: int, areas: int, **conv: Any) -> Graph:
 def test_the_parts_of_heads_become_images(batch: int, areas: int, bias: bool) -> None:
     n = Net(np.float64)
     q, k, v = projected(n, batch, areas, bias=bias)
-    graph = n.done(*(turned(n, x, 0, 1, 3, 2) for x in (q, k)), n.conv(back(n, v, batch, areas), 5))
+    graph = n.done(*(n.transposed(x, 0, 1, 3, 2) for x in (q, k)), n.conv(back(n, v, batch, areas), 5))
     rules = {"ordered_channels": 1, "image_chain": 3 if areas > 1 else 1}
     done, _ = check_pass(ViewChains(), graph, changes=sum(rules.values()), rules=rules)
     (split,) = done.of_kind("Split")
@@ -86,15 +75,15 @@ def test_attention_of_an_image_copies_nothing(batch: int, areas: int) -> None:
 
 def test_an_image_in_its_own_order_again() -> None:
     n = Net(np.float64)
-    x = turned(n, shaped(n, n.conv(n.input(2, 3, 4, 6), 8), 2, 2, 4, 24), 0, 1, 3, 2)
-    y = shaped(n, turned(n, x, 0, 1, 3, 2), 2, 8, 4, 6)
+    x = n.transposed(n.reshaped(n.conv(n.input(2, 3, 4, 6), 8), 2, 2, 4, 24), 0, 1, 3, 2)
+    y = n.reshaped(n.transposed(x, 0, 1, 3, 2), 2, 8, 4, 6)
     check_pass(ViewChains(), n.done(n.conv(y, 5)), changes=1, rules={"image_chain": 1}, kinds={"Conv": 2})
 
 
 def test_views_of_areas() -> None:
     n = Net(np.float64)
-    x = turned(n, shaped(n, n.conv(n.input(2, 3, 6, 4), 8), 2, 8, 3, 8), 0, 2, 1, 3)
-    y = n.op("Exp", turned(n, shaped(n, x, 6, 2, 4, 8), 0, 1, 3, 2))
+    x = n.transposed(n.reshaped(n.conv(n.input(2, 3, 6, 4), 8), 2, 8, 3, 8), 0, 2, 1, 3)
+    y = n.op("Exp", n.transposed(n.reshaped(x, 6, 2, 4, 8), 0, 1, 3, 2))
     left = {"Conv": 1, "Transpose": 2, "Reshape": 1, "Exp": 1}
     done, _ = check_pass(ViewChains(), n.done(y), changes=1, rules={"image_chain": 1}, kinds=left)
     assert done.of_kind("Transpose")[0].attrs.perm == (0, 2, 3, 1)
@@ -102,34 +91,34 @@ def test_views_of_areas() -> None:
 
 def test_areas_become_an_image() -> None:
     n = Net(np.float64)
-    x = turned(n, turned(n, n.op("Exp", n.input(3, 2, 8, 4)), 0, 1, 3, 2), 1, 2, 0, 3)
+    x = n.transposed(n.transposed(n.op("Exp", n.input(3, 2, 8, 4)), 0, 1, 3, 2), 1, 2, 0, 3)
     left = {"Exp": 1, "Transpose": 2, "Reshape": 1, "Conv": 1}
-    graph = n.done(n.conv(shaped(n, x, 1, 8, 6, 4), 5))
+    graph = n.done(n.conv(n.reshaped(x, 1, 8, 6, 4), 5))
     done, _ = check_pass(ViewChains(), graph, changes=1, rules={"chain_to_image": 1}, kinds=left)
     assert done.of_kind("Transpose")[-1].attrs.perm == (0, 3, 1, 2)
 
 
 def test_channels_that_are_not_innermost_stay() -> None:
     n = Net(np.float64)
-    x = turned(n, shaped(n, n.conv(n.input(2, 3, 6, 4), 8), 2, 8, 3, 8), 0, 2, 1, 3)
-    y = n.op("Exp", turned(n, shaped(n, x, 2, 3, 2, 4, 8), 0, 2, 1, 3, 4))
+    x = n.transposed(n.reshaped(n.conv(n.input(2, 3, 6, 4), 8), 2, 8, 3, 8), 0, 2, 1, 3)
+    y = n.op("Exp", n.transposed(n.reshaped(x, 2, 3, 2, 4, 8), 0, 2, 1, 3, 4))
     check_pass(ViewChains(), n.done(y), changes=1, rules={"view_chain": 1})
     n = Net(np.float64)
-    x = turned(n, turned(n, n.op("Exp", n.input(3, 2, 4, 8)), 0, 1, 3, 2), 1, 3, 0, 2)
-    check_untouched(ViewChains(), n.done(n.conv(shaped(n, x, 1, 8, 6, 4), 5)))
+    x = n.transposed(n.transposed(n.op("Exp", n.input(3, 2, 4, 8)), 0, 1, 3, 2), 1, 3, 0, 2)
+    check_untouched(ViewChains(), n.done(n.conv(n.reshaped(x, 1, 8, 6, 4), 5)))
 
 
 def test_an_image_that_is_turned_already_stays() -> None:
     n = Net(np.float64)
-    pixels = turned(n, n.conv(n.input(2, 3, 6, 4), 8), 0, 2, 3, 1)
-    y = turned(n, shaped(n, pixels, 6, 8, 2, 4), 0, 2, 1, 3)
+    pixels = n.transposed(n.conv(n.input(2, 3, 6, 4), 8), 0, 2, 3, 1)
+    y = n.transposed(n.reshaped(pixels, 6, 8, 2, 4), 0, 2, 1, 3)
     check_untouched(ViewChains(), n.done(n.op("Exp", y)))
 
 
 def split(n: Net, conv: Callable[[Value], Value], shape: tuple[int, ...], axis: int, sizes: tuple[int, ...]) -> Graph:
     parts = n.op(
         "Split",
-        shaped(n, conv(n.input(2, 4, 3, 5)), *shape),
+        n.reshaped(conv(n.input(2, 4, 3, 5)), *shape),
         n.ints(*sizes),
         attrs=SplitAttrs(axis),
         outputs=len(sizes),
@@ -177,14 +166,14 @@ def test_other_splits_are_no_candidates(shape: tuple[int, ...], axis: int, sizes
 def test_a_convolution_with_other_readers_keeps_its_order() -> None:
     n = Net(np.float64)
     y = n.conv(n.input(2, 4, 3, 5), 16, 1, pads=0)
-    parts = n.op("Split", shaped(n, y, 2, 2, 8, 15), n.ints(4, 4), attrs=SplitAttrs(2), outputs=2)
+    parts = n.op("Split", n.reshaped(y, 2, 2, 8, 15), n.ints(4, 4), attrs=SplitAttrs(2), outputs=2)
     check_untouched(ViewChains(), n.done(*(n.op("Exp", p) for p in parts), n.op("Tanh", y)))
 
 
 def test_the_parts_of_a_chain() -> None:
     n = Net()
-    x = turned(n, shaped(n, n.op("Exp", n.input(1, 12, 4, 6)), 1, 12, 2, 12), 0, 2, 1, 3)
-    y = shaped(n, x, 2, 3, 4, 12)
+    x = n.transposed(n.reshaped(n.op("Exp", n.input(1, 12, 4, 6)), 1, 12, 2, 12), 0, 2, 1, 3)
+    y = n.reshaped(x, 2, 3, 4, 12)
     graph = n.done(n.op("Tanh", y))
     chain = chain_of(graph, y)
     assert chain is not None
@@ -195,5 +184,5 @@ def test_the_parts_of_a_chain() -> None:
     assert chain.axes[-1] == ((2,), (0,), (1,), (3, 4))
     assert chain.shapes(chain.sizes)[-1] == (2, 3, 4, 12)
     n = Net()
-    mixed = shaped(n, turned(n, shaped(n, n.op("Exp", n.input(2, 9)), 3, 6), 1, 0), 9, 2)
+    mixed = n.reshaped(n.transposed(n.reshaped(n.op("Exp", n.input(2, 9)), 3, 6), 1, 0), 9, 2)
     assert chain_of(n.done(n.op("Tanh", mixed)), mixed) is None  # 18 is no product of parts of both

@@ -429,7 +429,7 @@ def test_values_that_calibration_saw_empty_stay_float(rows: int | str, lacks: st
     x = n.matmul(n.op("Relu", n.input(3, rows, 16)), 8)
     graph = n.done(n.matmul(n.op("Transpose", x, attrs=TransposeAttrs((1, 0, 2))), 5))
     last = next(op for op in reversed(graph.order()) if op.kind == lacks)
-    names = {graph.output(Value(op.id, i)).name for op in graph.order() for i in range(len(op.outputs))}
+    names = {graph.output(v).name for op in graph.order() for v in op.values}
     ranges = {name: Range(-3.0, 3.0) for name in names - {graph.output(last.inputs[0]).name}}
     context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", ranges))
     report = AssignPrecision()(graph, context)

@@ -13,21 +13,16 @@ from support.simulated import check_simulated, kinds
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.relative_positions import RelativePositions
 
 PASS = RelativePositions()
 BATCH, HEADS, LENGTH, SIZE, POSITIONS = 2, 3, 8, 16, 32
 
 
-def transposed(n: Net, x: Value, *perm: int) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs(perm))  # type: ignore[no-any-return]
-
-
 def heads(n: Net, name: str) -> Value:
     """(B, H, M, K) of an input (B, M, H * K)."""
     rows = n.op("Reshape", n.input(BATCH, LENGTH, HEADS * SIZE, name=name), n.ints(BATCH, LENGTH, HEADS, SIZE))
-    return transposed(n, rows, 0, 2, 1, 3)
+    return n.transposed(rows, 0, 2, 1, 3)
 
 
 def merged(n: Net, x: Value) -> Value:
@@ -37,7 +32,7 @@ def merged(n: Net, x: Value) -> Value:
 
 def positions(n: Net) -> Value:
     """(B * H, K, P): embeddings of positions, repeated for each of the batch."""
-    return transposed(n, n.op("Tile", n.random(HEADS, POSITIONS, SIZE), n.ints(BATCH, 1, 1)), 0, 2, 1)
+    return n.transposed(n.op("Tile", n.random(HEADS, POSITIONS, SIZE), n.ints(BATCH, 1, 1)), 0, 2, 1)
 
 
 def indices(n: Net, step: int = 1, first: int = 9, rows: int = LENGTH) -> Value:
@@ -53,7 +48,7 @@ def bias(*, steps: tuple[int, int] = (1, -1), readers: int = 1) -> Graph:
     for name, step in zip("qk", steps, strict=True):
         product = n.op("MatMul", merged(n, heads(n, name)), positions(n))
         terms.append(n.op("GatherElements", product, indices(n, step), attrs=GatherAttrs(2)))
-    total = n.op("Add", n.op("Mul", terms[0], 0.5), n.op("Mul", transposed(n, terms[1], 0, 2, 1), 0.5))
+    total = n.op("Add", n.op("Mul", terms[0], 0.5), n.op("Mul", n.transposed(terms[1], 0, 2, 1), 0.5))
     results = [n.op("Reshape", total, n.ints(BATCH, HEADS, LENGTH, LENGTH))]
     return n.done(*results, *(n.op("Relu", terms[0]) for _ in range(readers - 1)))
 

@@ -15,17 +15,12 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import DFTAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 
 PASS = SpectralConvolutions()
-
-
-def transposed(n: Net, x: Value, *perm: int) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
 
 
 def spectrum(n: Net, channels: int = 3) -> Value:
@@ -101,7 +96,7 @@ def test_halves_of_two_unknown_sizes_stay() -> None:
 
 def merged(n: Net, x: Value, *, perm: tuple[int, ...] = (0, 1, 4, 2, 3), **options: Any) -> Value:
     """A convolution whose channels are the channels and parts of ``x``."""
-    y = n.op("Reshape", transposed(n, x, *perm), n.ints(2, -1, 4, 5))
+    y = n.op("Reshape", n.transposed(x, *perm), n.ints(2, -1, 4, 5))
     return n.conv(y, 4, **options)
 
 
@@ -131,7 +126,7 @@ def split(n: Net, x: Value, *, readers: int = 1, between: bool = True, dft: bool
     """A transform of numbers whose parts are neighboring channels of a convolution's result."""
     y = n.conv(x, 6, **options)
     y = n.op("Relu", y) if between else y
-    z = transposed(n, n.op("Reshape", y, n.ints(2, 3, 2, 4, 5)), 0, 1, 3, 4, 2)
+    z = n.transposed(n.op("Reshape", y, n.ints(2, 3, 2, 4, 5)), 0, 1, 3, 4, 2)
     out = n.op("DFT", z, attrs=DFTAttrs(2, inverse=True)) if dft else n.op("Exp", z)
     return n.done(out, *(n.op("Exp", y) for _ in range(readers - 1)))
 
@@ -165,9 +160,9 @@ def test_a_fourier_convolution_copies_only_the_parts() -> None:
     image = n.op("Relu", n.conv(n.input(1, 16, 32, 32), 16))
     there = n.op("DFT", n.op("Unsqueeze", image, n.ints(4)), attrs=DFTAttrs(3, onesided=True))
     there = parts(n, n.op("DFT", there, attrs=DFTAttrs(2)))
-    flat = n.op("Reshape", transposed(n, there, 0, 1, 4, 2, 3), n.ints(1, 32, 32, 17))
+    flat = n.op("Reshape", n.transposed(there, 0, 1, 4, 2, 3), n.ints(1, 32, 32, 17))
     flat = n.op("Relu", n.op("Conv", flat, n.random(32, 32, 1, 1), attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 1)))
-    back = transposed(n, n.op("Reshape", flat, n.ints(1, 16, 2, 32, 17)), 0, 1, 3, 4, 2)
+    back = n.transposed(n.op("Reshape", flat, n.ints(1, 16, 2, 32, 17)), 0, 1, 3, 4, 2)
     back = n.op("DFT", parts(n, back), attrs=DFTAttrs(2, inverse=True))
     back = n.op("DFT", back, n.const(32, np.int64), attrs=DFTAttrs(3, inverse=True, onesided=True))
     graph = n.done(n.conv(n.op("Add", image, n.op("Squeeze", back, n.ints(4))), 16))

@@ -13,7 +13,6 @@ from support.simulated import check_simulated, kinds, lowered
 from optdnn.config import BuildOptions
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassContext
@@ -21,10 +20,6 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.talking_heads import TalkingHeads
 
 SIXTEEN = PassContext(precision="fp16")
-
-
-def turned(n: Net, x: Value, *perm: int) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
 
 
 def mixed(n: Net, x: Value, matrix: Value, vector: Value | None) -> Value:
@@ -41,14 +36,14 @@ def talking(
     q, k = n.input(batch, heads, 6, size, name="q"), n.input(batch, heads, 7, size, name="k")
     v = n.input(batch, heads, 7, valued, name="v")
     q = n.op("Mul", q, dtype(0.3)) if scale else q
-    scores = n.op("MatMul", q, turned(n, k, 0, 1, 3, 2))
+    scores = n.op("MatMul", q, n.transposed(k, 0, 1, 3, 2))
     scores = scores if product else n.op("Relu", scores)
     maps = mixed(
-        n, turned(n, scores, 0, 2, 3, 1), n.random(heads, mixed_heads), n.random(mixed_heads) if first else None
+        n, n.transposed(scores, 0, 2, 3, 1), n.random(heads, mixed_heads), n.random(mixed_heads) if first else None
     )
     maps = n.op("Softmax", maps, attrs=SoftmaxAttrs(axis))
     maps = mixed(n, maps, n.random(mixed_heads, heads), n.random(heads) if second else None)
-    y = n.op("MatMul", turned(n, maps, 0, 3, 1, 2), v)
+    y = n.op("MatMul", n.transposed(maps, 0, 3, 1, 2), v)
     return n.done(y, *([n.op("Relu", scores)] if kept else []))
 
 
@@ -144,7 +139,7 @@ def convolved(
     n = Net()
     batch = symbol("batch") if dynamic else 2
     q, k, v = (n.input(batch, 4, count, 8, name=name) for count, name in ((6, "q"), (7, "k"), (7, "v")))
-    scores = n.op("MatMul", q, turned(n, k, 0, 1, 3, 2))
+    scores = n.op("MatMul", q, n.transposed(k, 0, 1, 3, 2))
     scores = n.op("Relu", scores) if images else n.op("Mul", scores, n.const(0.3))
     maps = n.conv(scores, 4, kernel, pads=kernel // 2, group=group, bias=bias)
     outputs = [n.op("Neg", maps)] if kept else []

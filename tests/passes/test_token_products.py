@@ -13,16 +13,12 @@ from support.simulated import check_simulated
 from optdnn.ir.graph import Value
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
+from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.token_products import TokenProducts
 
 FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
 TOKENS, WIDTH = 20, 64
-
-
-def turn(n: Net, x: Value) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
 
 
 def rows(n: Net, batch: int = 2, width: int = WIDTH) -> Value:
@@ -38,24 +34,24 @@ def norm(n: Net, x: Value) -> Value:
 def mixer(n: Net) -> Value:
     """MLP-Mixer: a perceptron along the tokens, and a residual."""
     x = rows(n)
-    y = n.op("Add", n.matmul(turn(n, norm(n, x)), 40), n.random(40))
+    y = n.op("Add", n.matmul(n.transposed(norm(n, x), 0, 2, 1), 40), n.random(40))
     y = n.op("Add", n.matmul(n.op("Gelu", y), TOKENS), n.random(TOKENS))
-    return n.matmul(norm(n, n.op("Add", x, turn(n, y))), 72)
+    return n.matmul(norm(n, n.op("Add", x, n.transposed(y, 0, 2, 1))), 72)
 
 
 def resmlp(n: Net) -> Value:
     """ResMLP: a product, a factor of each channel, and a residual."""
     x = rows(n)
-    y = n.op("Add", n.matmul(turn(n, x), TOKENS), n.random(TOKENS))
+    y = n.op("Add", n.matmul(n.transposed(x, 0, 2, 1), TOKENS), n.random(TOKENS))
     y = n.op("Mul", y, n.random(WIDTH, 1))
-    return n.matmul(n.op("Add", x, turn(n, y)), 72)
+    return n.matmul(n.op("Add", x, n.transposed(y, 0, 2, 1)), 72)
 
 
 def gmlp(n: Net) -> Value:
     """gMLP: one half of the channels gates the other half."""
     u, v = n.op("Split", rows(n, width=2 * WIDTH), n.ints(WIDTH, WIDTH), attrs=SplitAttrs(2), outputs=2)
-    y = n.op("Add", n.matmul(turn(n, norm(n, v)), TOKENS), n.random(TOKENS))
-    return n.matmul(n.op("Mul", u, turn(n, y)), 72)
+    y = n.op("Add", n.matmul(n.transposed(norm(n, v), 0, 2, 1), TOKENS), n.random(TOKENS))
+    return n.matmul(n.op("Mul", u, n.transposed(y, 0, 2, 1)), 72)
 
 
 def stem(n: Net, other: bool = False) -> Value:
@@ -63,7 +59,7 @@ def stem(n: Net, other: bool = False) -> Value:
     image = n.conv(n.input(2, 3, 16, 20), WIDTH, 4, pads=0, strides=4, bias=True)
     x = n.op("Reshape", image, n.ints(2, WIDTH, TOKENS), attrs=ReshapeAttrs())
     y = n.op("Add", x, n.op("Mul", n.matmul(x, TOKENS), n.random(WIDTH, 1)))
-    y = n.matmul(turn(n, y), 72)
+    y = n.matmul(n.transposed(y, 0, 2, 1), 72)
     return n.op("Add", y, n.op("ReduceMean", x, n.ints(1, 2))) if other else y
 
 
@@ -78,32 +74,32 @@ def test_nothing_is_transposed_along_tokens(build: Callable[[Net], Value], turns
 
 def test_an_exchange_that_others_read_stays_for_them() -> None:
     n = Net()
-    x = turn(n, rows(n))
-    y = turn(n, n.matmul(x, TOKENS))
+    x = n.transposed(rows(n), 0, 2, 1)
+    y = n.transposed(n.matmul(x, TOKENS), 0, 2, 1)
     graph, _ = check_pass(TokenProducts(), n.done(y, n.op("Relu", x)), changes=1, context=FP16)
     assert len(graph.of_kind("Transpose")) == 1
 
 
 def _other_axes(n: Net) -> Value:
-    x = n.op("Transpose", n.input(TOKENS, 2, WIDTH), attrs=TransposeAttrs((1, 2, 0)))
-    return turn(n, n.matmul(x, TOKENS))
+    x = n.transposed(n.input(TOKENS, 2, WIDTH), 1, 2, 0)
+    return n.transposed(n.matmul(x, TOKENS), 0, 2, 1)
 
 
 def _of_images(n: Net) -> Value:
     x = n.conv(n.input(2, 8, 30), WIDTH)
-    return turn(n, n.matmul(turn(n, x), 16))
+    return n.transposed(n.matmul(n.transposed(x, 0, 2, 1), 16), 0, 2, 1)
 
 
 def _of_an_input(n: Net) -> Value:
-    return turn(n, n.matmul(turn(n, n.input(2, TOKENS, WIDTH)), 16))
+    return n.transposed(n.matmul(n.transposed(n.input(2, TOKENS, WIDTH), 0, 2, 1), 16), 0, 2, 1)
 
 
 def _few_channels(n: Net) -> Value:
-    return turn(n, n.matmul(turn(n, rows(n, width=32)), 16))
+    return n.transposed(n.matmul(n.transposed(rows(n, width=32), 0, 2, 1), 16), 0, 2, 1)
 
 
 def _few_tokens(n: Net) -> Value:
-    return turn(n, n.matmul(turn(n, n.matmul(n.input(2, 8, 24), WIDTH)), 16))
+    return n.transposed(n.matmul(n.transposed(n.matmul(n.input(2, 8, 24), WIDTH), 0, 2, 1), 16), 0, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -127,31 +123,31 @@ def test_refusals(build: Callable[[Net], Value], context: PassContext, because: 
 
 
 def _read_between(n: Net) -> tuple[Value, ...]:
-    y = n.matmul(turn(n, rows(n)), TOKENS)
-    return turn(n, y), n.op("Relu", y)
+    y = n.matmul(n.transposed(rows(n), 0, 2, 1), TOKENS)
+    return n.transposed(y, 0, 2, 1), n.op("Relu", y)
 
 
 def _of_two(n: Net) -> tuple[Value, ...]:
-    y = n.op("Add", n.matmul(turn(n, rows(n)), TOKENS), n.input(2, WIDTH, TOKENS, name="z"))
-    return (turn(n, y),)
+    y = n.op("Add", n.matmul(n.transposed(rows(n), 0, 2, 1), TOKENS), n.input(2, WIDTH, TOKENS, name="z"))
+    return (n.transposed(y, 0, 2, 1),)
 
 
 def _computed(n: Net) -> tuple[Value, ...]:
-    return (turn(n, n.op("MatMul", turn(n, rows(n)), n.input(TOKENS, TOKENS, name="w"))),)
+    return (n.transposed(n.op("MatMul", n.transposed(rows(n), 0, 2, 1), n.input(TOKENS, TOKENS, name="w")), 0, 2, 1),)
 
 
 def _widened(n: Net) -> tuple[Value, ...]:
-    y = n.op("Add", n.matmul(turn(n, rows(n, batch=1)), TOKENS), n.random(3, 1, TOKENS))
-    return (turn(n, y),)
+    y = n.op("Add", n.matmul(n.transposed(rows(n, batch=1), 0, 2, 1), TOKENS), n.random(3, 1, TOKENS))
+    return (n.transposed(y, 0, 2, 1),)
 
 
 def _no_product(n: Net) -> tuple[Value, ...]:
-    return (turn(n, n.op("Relu", turn(n, rows(n)))),)
+    return (n.transposed(n.op("Relu", n.transposed(rows(n), 0, 2, 1)), 0, 2, 1),)
 
 
 def _heads(n: Net) -> tuple[Value, ...]:
-    y = n.op("Reshape", n.matmul(turn(n, rows(n)), TOKENS), n.ints(2, 8, 8, TOKENS))
-    return (n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))),)
+    y = n.op("Reshape", n.matmul(n.transposed(rows(n), 0, 2, 1), TOKENS), n.ints(2, 8, 8, TOKENS))
+    return (n.transposed(y, 0, 2, 1, 3),)
 
 
 @pytest.mark.parametrize("build", [_read_between, _of_two, _computed, _widened, _no_product, _heads])

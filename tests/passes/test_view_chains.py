@@ -13,7 +13,6 @@ from support.simulated import check_simulated
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import PadAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import operand
 from optdnn.passes.view_chains import ViewChains
 
@@ -21,27 +20,17 @@ PASS = ViewChains()
 RULE = {"view_chain": 1}
 
 
-def turned(n: Net, x: Value, *perm: int) -> Value:
-    made: Value = n.op("Transpose", x, attrs=TransposeAttrs(perm))
-    return made
-
-
-def shaped(n: Net, x: Value, *shape: int) -> Value:
-    made: Value = n.op("Reshape", x, n.ints(*shape))
-    return made
-
-
 def patches(n: Net, x: Value) -> Value:
     """MobileViT's patches of 2 x 2 pixels as rows (patch pixel, patch, channel)."""
     b, c, h, w = (int(d) for d in n.dims(x))  # type: ignore[call-overload]
-    y = turned(n, shaped(n, x, b * c * h // 2, 2, w // 2, 2), 0, 2, 1, 3)
-    return shaped(n, turned(n, shaped(n, y, b, c, h * w // 4, 4), 0, 3, 2, 1), b * 4, h * w // 4, c)
+    y = n.transposed(n.reshaped(x, b * c * h // 2, 2, w // 2, 2), 0, 2, 1, 3)
+    return n.reshaped(n.transposed(n.reshaped(y, b, c, h * w // 4, 4), 0, 3, 2, 1), b * 4, h * w // 4, c)
 
 
 def image(n: Net, x: Value, b: int, c: int, h: int, w: int) -> Value:
     """The way back."""
-    y = turned(n, shaped(n, x, b, 4, h * w // 4, c), 0, 3, 2, 1)
-    return shaped(n, turned(n, shaped(n, y, b * c * h // 2, w // 2, 2, 2), 0, 2, 1, 3), b, c, h, w)
+    y = n.transposed(n.reshaped(x, b, 4, h * w // 4, c), 0, 3, 2, 1)
+    return n.reshaped(n.transposed(n.reshaped(y, b * c * h // 2, w // 2, 2, 2), 0, 2, 1, 3), b, c, h, w)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -74,7 +63,7 @@ def test_on_a_gpu_patches_are_copied_once(batch: int, precision: str) -> None:
 def chain(shape: tuple[int, ...], first: tuple[int, ...], between: tuple[int, ...], second: tuple[int, ...]) -> Graph:
     n = Net()
     x = n.op("Relu", n.input(*shape))
-    return n.done(n.op("Exp", turned(n, shaped(n, turned(n, x, *first), *between), *second)))
+    return n.done(n.op("Exp", n.transposed(n.reshaped(n.transposed(x, *first), *between), *second)))
 
 
 def test_random_chains() -> None:
@@ -104,15 +93,15 @@ def test_others_are_no_candidates(form: str) -> None:
     if form == "a view":  # heads: the Reshape joins axes that are adjacent in memory
         graph = chain((2, 3, 4, 5), (2, 0, 1, 3), (4, 6, 5), (0, 2, 1))
     elif form == "one transposition":
-        graph = n.done(shaped(n, turned(n, n.input(2, 3, 4), 1, 0, 2), 6, 4))
+        graph = n.done(n.reshaped(n.transposed(n.input(2, 3, 4), 1, 0, 2), 6, 4))
     elif form == "two readers":
-        x = turned(n, n.input(2, 3, 4), 1, 0, 2)
-        graph = n.done(turned(n, shaped(n, x, 3, 8), 1, 0), n.op("Relu", x))
+        x = n.transposed(n.input(2, 3, 4), 1, 0, 2)
+        graph = n.done(n.transposed(n.reshaped(x, 3, 8), 1, 0), n.op("Relu", x))
     elif form == "no known size":
-        x = turned(n, n.input(symbol("n"), 3, 4), 1, 0, 2)
-        graph = n.done(turned(n, n.op("Reshape", x, n.ints(-1, 4)), 1, 0))
+        x = n.transposed(n.input(symbol("n"), 3, 4), 1, 0, 2)
+        graph = n.done(n.transposed(n.op("Reshape", x, n.ints(-1, 4)), 1, 0))
     else:
-        graph = n.done(turned(n, shaped(n, turned(n, n.input(2, 4, 0), 1, 0, 2), 8, -1), 1, 0))
+        graph = n.done(n.transposed(n.reshaped(n.transposed(n.input(2, 4, 0), 1, 0, 2), 8, -1), 1, 0))
     check_untouched(PASS, graph)
 
 
@@ -120,7 +109,7 @@ def test_axes_that_lie_apart_are_not_joined_first() -> None:
     """Channels and rows of a patch stay separate: a cut image is not copied before the Transpose (TNT: Han et al., 2021)."""
     n = Net()
     x = n.op("Relu", n.input(1, 3, 2, 4, 2, 5))
-    y = turned(n, shaped(n, turned(n, x, 0, 1, 2, 4, 3, 5), 1, 12, 20), 0, 2, 1)
+    y = n.transposed(n.reshaped(n.transposed(x, 0, 1, 2, 4, 3, 5), 1, 12, 20), 0, 2, 1)
     result, _ = check_pass(PASS, n.done(n.op("Exp", y)), changes=1, rules=RULE)
     (one,) = result.of_kind("Transpose")
     assert result.type(operand(one)).dims == (1, 3, 2, 4, 2, 5)
@@ -136,11 +125,11 @@ def windows(batch: int, width: int, *, turned_rows: bool = False, moves_batch: b
     grid's axes are exchanged."""
     n = Net()
     x = n.op("Relu", n.input(batch, 4, 9, width))
-    y = turned(n, shaped(n, x, batch, 2, 2, 3, 3, width), 0, 5, 1, 3, 2, 4)
-    y = shaped(n, y, batch, width, 3, 2, 3, 2)
-    y = turned(n, y, 2, 4, 0, 3, 5, 1) if moves_batch else turned(n, y, 0, 2, 4, 3, 5, 1)
+    y = n.transposed(n.reshaped(x, batch, 2, 2, 3, 3, width), 0, 5, 1, 3, 2, 4)
+    y = n.reshaped(y, batch, width, 3, 2, 3, 2)
+    y = n.transposed(y, 2, 4, 0, 3, 5, 1) if moves_batch else n.transposed(y, 0, 2, 4, 3, 5, 1)
     if turned_rows:
-        y = turned(n, shaped(n, y, batch, 9, 4, width), 0, 2, 1, 3)
+        y = n.transposed(n.reshaped(y, batch, 9, 4, width), 0, 2, 1, 3)
     return n.done(n.op("Exp", y))
 
 
@@ -159,8 +148,8 @@ def test_other_rows_between_windows_and_a_grid_stay(width: int, moves_batch: boo
 
 def test_a_single_axis_that_is_split_unevenly_stays() -> None:
     n = Net()
-    x = turned(n, shaped(n, n.op("Relu", n.input(120)), 4, 6, 5), 1, 0, 2)
-    check_refused(PASS, n.done(turned(n, shaped(n, x, 8, 15), 1, 0)), because="its Reshape have no common parts")
+    x = n.transposed(n.reshaped(n.op("Relu", n.input(120)), 4, 6, 5), 1, 0, 2)
+    check_refused(PASS, n.done(n.transposed(n.reshaped(x, 8, 15), 1, 0)), because="its Reshape have no common parts")
 
 
 def padded(n: Net, x: Value, *pads: int) -> Value:
@@ -171,8 +160,10 @@ def padded(n: Net, x: Value, *pads: int) -> Value:
 def windows_of_heads(split: int = 6, axis: int = 3, mode: str = "constant") -> Graph:
     """Windows of 2 x 4 pixels as tokens, whose features are padded."""
     n = Net()
-    y = turned(n, shaped(n, n.op("Relu", n.input(1, 4, 8, 12)), 1, 2, 2, 2, 4, 12 // split, split), 0, 1, 3, 5, 2, 4, 6)
-    y = shaped(n, y, 4, 12 // split, 8, split)
+    y = n.transposed(
+        n.reshaped(n.op("Relu", n.input(1, 4, 8, 12)), 1, 2, 2, 2, 4, 12 // split, split), 0, 1, 3, 5, 2, 4, 6
+    )
+    y = n.reshaped(y, 4, 12 // split, 8, split)
     pads = [0] * 8
     pads[4 + axis] = 2
     return n.done(n.op("Exp", n.op("Pad", y, n.ints(*pads), attrs=PadAttrs(mode))))
@@ -197,4 +188,4 @@ def test_a_pad_of_joined_axes_stays() -> None:
 def test_pads_of_other_views_are_no_candidates() -> None:
     check_untouched(PASS, windows_of_heads(mode="edge"))
     n = Net()
-    check_untouched(PASS, n.done(padded(n, shaped(n, n.op("Relu", n.input(4, 6, 8)), 24, 8), 0, 0, 0, 8)))
+    check_untouched(PASS, n.done(padded(n, n.reshaped(n.op("Relu", n.input(4, 6, 8)), 24, 8), 0, 0, 0, 8)))

@@ -17,6 +17,7 @@ from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.types import TensorType, is_float
 
@@ -37,6 +38,18 @@ class Net:
 
     def ints(self, *values: int) -> Value:
         return self.const(values, np.int64)
+
+    def transposed(self, x: Value, *perm: int) -> Value:
+        made: Value = self.op("Transpose", x, attrs=TransposeAttrs(perm))
+        return made
+
+    def reshaped(self, x: Value, *shape: int) -> Value:
+        made: Value = self.op("Reshape", x, self.ints(*shape))
+        return made
+
+    def sliced(self, x: Value, begin: int, end: int, axis: int) -> Value:
+        made: Value = self.op("Slice", x, self.ints(begin), self.ints(end), self.ints(axis))
+        return made
 
     def random(self, *shape: int, scale: float = 1.0, offset: float = 0.0) -> Value:
         return self.const(scale * self.rng.standard_normal(shape) + offset)

@@ -5,24 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import AxisAttrs, TransposeAttrs
+from optdnn.ops.shape import AxisAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.ops.table import OPDEFS
 from support.net import Net
-
-
-def _ints(*values: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.asarray(values, np.int64)
-
-
-def _transpose(n: Net, x: Value, *perm: int) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
 
 
 def _cbr(n: Net, x: Value, channels: int, kernel: int = 3, **more: int) -> Value:
@@ -79,7 +69,7 @@ def mobilenet_v3() -> Graph:
     x = hard_swish(n.bn(n.conv(n.input(2, 3, 8, 8), 6)))
     y = hard_swish(n.bn(n.conv(x, 12, 1, pads=0)))
     y = hard_swish(n.bn(n.conv(y, 12, group=12)))
-    s = n.op("ReduceMean", y, _ints(2, 3), attrs=ReduceAttrs())
+    s = n.op("ReduceMean", y, n.ints(2, 3), attrs=ReduceAttrs())
     s = n.op("Relu", n.conv(s, 4, 1, pads=0, bias=True))
     s = n.op("HardSigmoid", n.conv(s, 12, 1, pads=0, bias=True))
     y = n.bn(n.conv(n.op("Mul", s, y), 6, 1, pads=0))
@@ -95,7 +85,7 @@ def inception() -> Graph:
         y = n.bn(n.conv(v, channels, kernel, pads=kernel // 2))
         return n.op("Relu", n.op("Add", n.op("Mul", y, n.random(channels, 1, 1)), n.random(channels, 1, 1)))
 
-    pooled = n.op("Pad", x, _ints(0, 0, 1, 1, 0, 0, 1, 1), attrs=PadAttrs())
+    pooled = n.op("Pad", x, n.ints(0, 0, 1, 1, 0, 0, 1, 1), attrs=PadAttrs())
     branches = (
         unit(x, 4, 1),
         unit(unit(x, 4, 1), 6, 3),
@@ -110,10 +100,10 @@ def tensorflow() -> Graph:
     n = Net()
     x = n.input(2, 8, 8, 3)
     for channels in (6, 6, 6):
-        y = _transpose(n, n.conv(_transpose(n, x, 0, 3, 1, 2), channels), 0, 2, 3, 1)
+        y = n.transposed(n.conv(n.transposed(x, 0, 3, 1, 2), channels), 0, 2, 3, 1)
         y = n.op("Min", n.op("Relu", n.op("Add", n.random(channels), y)), 6.0)
         x = n.op("Add", x, y) if n.dims(x)[3] == channels else y
-    pooled = n.op("ReduceMean", x, _ints(1, 2), attrs=ReduceAttrs(keepdims=False))
+    pooled = n.op("ReduceMean", x, n.ints(1, 2), attrs=ReduceAttrs(keepdims=False))
     return n.done(n.op("Add", n.matmul(pooled, 5), n.random(5)))
 
 
@@ -142,16 +132,16 @@ def transformer() -> Graph:
 
     def split_heads(v: Value, *perm: int) -> Value:
         dims = n.op("Shape", v)
-        lead = [n.op("Gather", dims, _ints(i)) for i in (0, 1)]
-        target = n.op("Concat", *lead, _ints(heads, width // heads), attrs=ConcatAttrs(0))
-        return _transpose(n, n.op("Reshape", v, target), *perm)
+        lead = [n.op("Gather", dims, n.ints(i)) for i in (0, 1)]
+        target = n.op("Concat", *lead, n.ints(heads, width // heads), attrs=ConcatAttrs(0))
+        return n.transposed(n.op("Reshape", v, target), *perm)
 
     a = norm(x)
     q, k, v = n.op("Split", linear(a, 3 * width), attrs=SplitAttrs(2, 3), outputs=3)
     q, k, v = split_heads(q, 0, 2, 1, 3), split_heads(k, 0, 2, 3, 1), split_heads(v, 0, 2, 1, 3)
     scores = n.op("Div", n.op("MatMul", q, k), math.sqrt(width / heads))
     weights = n.op("Softmax", scores, attrs=SoftmaxAttrs(-1))
-    y = _transpose(n, n.op("MatMul", weights, v), 0, 2, 1, 3)
+    y = n.transposed(n.op("MatMul", weights, v), 0, 2, 1, 3)
     y = n.op("Reshape", y, n.op("Shape", x))
     x = n.op("Add", x, linear(y, width))
     h = linear(norm(x), 4 * width)

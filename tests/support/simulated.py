@@ -110,6 +110,11 @@ def tactics(program: Program, *kinds: str) -> list[str]:
     return [row["tactic"] for row in rows if not kinds or row["kind"] in kinds]
 
 
+def step_tactics(program: Program) -> list[str]:
+    """The tactics of all steps."""
+    return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
+
+
 def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
     """Reasons why tactics were refused. The patterns select tactics and operators by name."""
     rows = [row for row in program.meta["tactics"] if fnmatch(row["kind"], kind)]

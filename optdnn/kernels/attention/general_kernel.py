@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
+from optdnn.kernels.attention import problem as problems
 from optdnn.kernels.attention.problem import Problem, mask_width
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
@@ -114,22 +115,13 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
     """Why no configuration can run the problem, or None. Features, strides and offsets must be multiples of ``unit`` elements.
     ``widest``: most features of a head."""
-    for features in (problem.features, problem.values):
-        if features % unit or not unit <= features <= widest:
-            return f"heads of {features} features (a multiple of {unit} up to {widest} is needed)"
-    if problem.softcap < 0 or math.isinf(problem.softcap):
-        return f"a softcap of {problem.softcap}"
-    if not problem.scale > 0 or math.isinf(problem.scale):
-        return f"a scale of {problem.scale}"
-    if problem.heads % (problem.key_heads or problem.heads):
-        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
+    if (why := problems.unsuitable(problem, unit, widest)) is not None:
+        return why
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
         if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
             return f"{name}: strides and offsets must be multiples of {unit} elements, the size of a copy"
         if view.position >= 1 << 23:
             return f"{name}: positions are {view.position} elements apart"
-    if problem.heads > 65535 or problem.batch > 65535:
-        return "the grid is too large"
     return None
 
 

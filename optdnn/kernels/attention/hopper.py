@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.attention.hopper_cost import MEMORY
 from optdnn.kernels.attention.operands import (
@@ -36,7 +36,7 @@ from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, row
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
-from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, best_first, least_seconds, readers
+from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, TakesAfter, best_first, least_seconds
 from optdnn.ops.attention import LENGTHS, MULTIPLIED, SINKS, AttentionAttrs
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_attrs
@@ -74,7 +74,7 @@ class Tensors:
     target: TensorView
 
 
-class HopperAttention(ProblemTactic):
+class HopperAttention(TakesAfter, ProblemTactic):
     """Attention of 16-bit floats in one launch: wgmma and TMA, online softmax in fp32."""
 
     name = "attention_sm90"
@@ -171,10 +171,6 @@ class HopperAttention(ProblemTactic):
     def _first(self, problem: Problem, gpu: GpuFacts) -> float:
         """Predicted seconds of the best configuration."""
         return least_seconds(self.offers(problem, gpu))
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be a quantization."""
-        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the quantization of its result."""

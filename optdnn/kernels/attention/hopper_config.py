@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from optdnn.kernels.attention.problem import Problem, mask_rows
+from optdnn.kernels.attention.problem import Problem, mask_rows, unsuitable
 from optdnn.kernels.launch import BLOCK_SHARED, no_room
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -135,23 +134,12 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
 
 def unfit(problem: Problem) -> str | None:
     """Why no configuration can run the problem, as far as that does not depend on the configuration, or None."""
-    if problem.softcap < 0 or math.isinf(problem.softcap):
-        return f"a softcap of {problem.softcap}"
-    if (why := _no_factors(problem)) is not None:
+    if (why := _no_factors(problem) or unsuitable(problem, 8, MOST_FEATURES)) is not None:
         return why
-    for features in (problem.features, problem.values):
-        if features % 8 or not 8 <= features <= MOST_FEATURES:
-            return f"heads of {features} features (a multiple of 8 up to {MOST_FEATURES} is needed)"
-    if not problem.scale > 0 or math.isinf(problem.scale):
-        return f"a scale of {problem.scale}"
-    if problem.heads % (problem.key_heads or problem.heads):
-        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
         unit = 16 // (problem.out_item if name == "out" else 2)
         if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
             return f"{name}: TMA needs strides and offsets that are multiples of {unit} elements"
-    if problem.heads > 65535 or problem.batch > 65535:
-        return "the grid is too large"
     return None
 
 

@@ -132,6 +132,22 @@ class Problem:
         return self.item * self.batch * (self.features + self.values) * rows
 
 
+def unsuitable(problem: Problem, unit: int, most: int) -> str | None:
+    """Why no kernel for heads of a multiple of ``unit`` up to ``most`` features can run the problem, or None. Strides aside."""
+    for features in (problem.features, problem.values):
+        if features % unit or not unit <= features <= most:
+            return f"heads of {features} features (a multiple of {unit} up to {most} is needed)"
+    if problem.softcap < 0 or math.isinf(problem.softcap):
+        return f"a softcap of {problem.softcap}"
+    if not problem.scale > 0 or math.isinf(problem.scale):
+        return f"a scale of {problem.scale}"
+    if problem.heads % (problem.key_heads or problem.heads):
+        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
 def mask_width(problem: Problem) -> int:
     """Elements of a mask that a load reads: 2 if every row starts at an even element, else 1; 0 without a mask."""
     if problem.mask is None:

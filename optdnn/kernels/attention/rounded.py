@@ -19,7 +19,6 @@ from optdnn.kernels.attention.hopper import HopperAttention, Tensors, head_view,
 from optdnn.kernels.attention.operands import fits_tma, for_tma, order_wanted, with_four_axes
 from optdnn.kernels.attention.problem import Problem
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
-from optdnn.kernels.layout.views import transposed
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
@@ -120,11 +119,11 @@ class RoundedAttention(HopperAttention):
         parts, stored = self._found(b, op), self._stored(b, op)
         last = with_four_axes(b.source(parts.scores.inputs[1]))
         q = for_tma(b, op, with_four_axes(b.source(parts.scores.inputs[0])), "queries")
-        k = for_tma(b, op, transposed(last, (0, 1, 3, 2)), "keys")
+        k = for_tma(b, op, last.permuted((0, 1, 3, 2)), "keys")
         v = for_tma(b, op, with_four_axes(b.source(op.inputs[1])), "values")
         target = b.result(*self._result(b, op))
         if stored is not None and stored.turn is not None:
-            target = transposed(target, np.argsort(stored.turn.attrs.perm).tolist())
+            target = target.permuted(np.argsort(stored.turn.attrs.perm).tolist())
         target = with_four_axes(target)
         out = target if fits_tma(target) else b.later(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
         batch, heads, rows, size = q.shape

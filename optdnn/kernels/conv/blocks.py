@@ -10,7 +10,7 @@ from optdnn.kernels.builder import Builder, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, copy_seconds
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, on_images
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, has_computed_bias, on_images
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import costlier
 
@@ -25,7 +25,7 @@ class BlockConv(hopper_launch.HopperKernel):
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 4 or a.group != 1 or 0 in op.outputs[0].type.static_shape:
             return "it is not an ungrouped convolution of images with constant weights"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         if tuple(a.strides) != weight.shape[2:] or any(a.pads) or any(d != 1 for d in a.dilations):
             return "its windows overlap, are padded or are dilated"

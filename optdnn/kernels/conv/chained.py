@@ -28,7 +28,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, has_computed_bias, with_pitch
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.conv.problem import Source
@@ -278,7 +278,7 @@ class ChainedConv(ChainedProducts):
             if conv.attrs.prologue:
                 kinds = ", ".join(s.kind for s in conv.attrs.prologue)
                 return f"{kinds} stands before {conv.name}"
-            if conv.input(2) is not None and bias_of(b, conv) is None:
+            if has_computed_bias(b, conv):
                 return "a bias is not constant"
         if NormedConv().refuse(b, op) is None:
             return "the norm before it takes no launch of its own"

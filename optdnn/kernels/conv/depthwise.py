@@ -19,7 +19,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.hopper import bias_of, has_computed_bias
 from optdnn.kernels.conv.hopper_launch import channel_row
 from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
@@ -250,7 +250,7 @@ class TiledDepthwise(DepthwiseTactic):
             return f"it is for floats of 16 and 32 bits, not {op.outputs[0].type.dtype.name}"
         if (channels := weight.shape[0] * columns_of(b, op)) % 4:
             return f"its {channels} channels are not a multiple of 4"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
             return "its prologue is more than a ReLU"

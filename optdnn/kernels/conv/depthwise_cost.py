@@ -45,9 +45,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     convert, finish = {1: (2.2, 15.0), 2: (1.0, 5.0), 4: (0.0, 4.0)}[problem.item]
     if problem.item == 1:
         finish += RUNTIME_STAGES * stages_issue(problem.epilogue)
-    work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
+    work = problem.matrices * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
     work += outputs * (finish * lanes + 4) + 150
-    registers = min(255, problem.filters * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
+    registers = min(255, problem.matrices * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
     resident = max(1, config.blocks, 65536 // (registers * config.threads))
     resident = min(resident, 2048 // config.threads)
     waves = blocks / (device.multiprocessors * resident)
@@ -57,7 +57,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     tile_h, tile_w = config.tile
     patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
     size = config.vectors * lanes * problem.item
-    pixels = blocks * (problem.filters * patch + tile_h * tile_w)
+    pixels = blocks * (problem.matrices * patch + tile_h * tile_w)
     moved = sector_bytes(size, problem.pitch[0] * problem.item)
     l2 = pixels * moved / L2
     unread = pixels * (moved - size) / L2  # parts of sectors that only other blocks use delay each of a thread's loads

@@ -89,7 +89,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
     most = 32 if problem.item == 4 and problem.steps > 1 else 64
-    if (sums := problem.filters * config.sums) > most:
+    if (sums := problem.matrices * config.sums) > most:
         return f"more than {most} accumulators per thread"
     if (products := sums * met(problem)) > MOST_PRODUCTS:
         return f"{products} multiplications a thread: its code would be too long"
@@ -109,7 +109,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: the weights of large filters, and later the squeeze's sums or those of threads that share frames,
     at the same addresses."""
-    weights = problem.filters * problem.taps * config.vectors * config.lanes * weight_item(problem)
+    weights = problem.matrices * problem.taps * config.vectors * config.lanes * weight_item(problem)
     weights = weights if problem.weights_in_shared else 0
     sums = config.threads * config.lanes * 4 if problem.squeeze else 0
     sums = max(sums, (config.sharers - 1) * (config.threads // config.sharers) * config.sums * 4)
@@ -134,7 +134,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
-        "BESIDE": problem.filters - 1, **_steps(problem), **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
+        "BESIDE": problem.matrices - 1, **_steps(problem), **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue, exact=problem.item == 4)
     if problem.beside is not None:

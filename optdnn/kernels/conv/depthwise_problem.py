@@ -109,16 +109,6 @@ class Problem(OneSource):
         return self.source.depth is None and self.bands == 1 and self.taps > FEW_TAPS
 
     @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return self.beside is None and super().residual
-
-    @property
-    def filters(self) -> int:
-        """Convolutions of a launch."""
-        return 1 if self.beside is None else 2
-
-    @property
     def out_dtype(self) -> str:
         """Element type of the result."""
         return self.out or self.dtype
@@ -165,7 +155,7 @@ class Problem(OneSource):
         s = self.source
         out = math.prod(self.out_size) * self.out_item * (2 if self.residual else 1)
         read = self.images * s.height * s.width * self.item + weight_item(self) * self.taps
-        return self.channels * (self.filters * read + self.batch * out)
+        return self.channels * (self.matrices * read + self.batch * out)
 
 
 @dataclass(frozen=True, order=True)

@@ -13,7 +13,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.depthwise_problem import Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, at_once, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -58,8 +58,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums. The kernel asserts it."""
     channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
     patch_bytes = -(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128
-    ring = config.stages * problem.filters * patch_bytes
-    weights = problem.filters * taps * channels * depthwise.weight_item(problem)
+    ring = config.stages * problem.matrices * patch_bytes
+    weights = problem.matrices * taps * channels * depthwise.weight_item(problem)
     sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
     return _HEAD_BYTES + ring + (weights if unbanded(problem).weights_in_shared else 0) + sums
 
@@ -123,7 +123,7 @@ def registers(problem: Problem, config: Config) -> int:
     """Estimated registers of a thread: accumulators, weights of small filters, a row of input vectors, addresses, constants and the
     squeeze's sums. Fitted to the spills that ptxas reports."""
     taps, (_, columns) = math.prod(problem.source.kernel), problem.source.patch((config.tile_h, config.tile_w))
-    sums, filters = config.tile_h * config.tile_w * config.lanes * problem.filters, problem.filters
+    sums, filters = config.tile_h * config.tile_w * config.lanes * problem.matrices, problem.matrices
     # An input row that contributes to many output rows needs the weights of several taps at once.
     more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
     if problem.residual:  # loaded before the filter
@@ -187,34 +187,29 @@ def launch(
     if problem.beside is not None:
         parameters.pointer("second_weights", "second_bias")
     shared = shared_bytes(problem, config)
-    per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
+    per_slab = max(1, min(count, gpu.multiprocessors * at_once(shared_bytes(problem, config), config.blocks) // slabs))
     blocks = per_slab * slabs
     return parameters.launch(recipe(problem, config, gpu.arch), "depthwise_sm90", blocks, config.threads, shared=shared)
-
-
-def resident(problem: Problem, config: Config) -> int:
-    """Blocks per multiprocessor."""
-    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     s = problem.source
     slabs, tiles_x, tiles_y = tiles(problem, config)
-    together = resident(problem, config)
+    together = at_once(shared_bytes(problem, config), config.blocks)
     count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * together
     outputs, taps, lanes = config.tile_h * config.tile_w, math.prod(s.kernel), config.lanes
     rows, columns = s.patch((config.tile_h, config.tile_w))
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
     # An 8-bit value takes two instructions to become a float, and a result three times as many.
     convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]
-    work = problem.filters * (outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1))
+    work = problem.matrices * (outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1))
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
     warps = (config.threads // 32 - 1) * together  # few warps leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
     compute = (per_block * tile * together + 1500) / CLOCK
-    box = problem.filters * math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
+    box = problem.matrices * math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * together / 40000)
     second = finish_seconds(problem, squeeze_mode(problem, config))

@@ -7,13 +7,13 @@ The launch is emitted at the depthwise convolution, and may also compute the mea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -25,7 +25,7 @@ from optdnn.kernels.conv.depthwise import MakesMeans, Tile, emit_squeezed, suits
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.fused import bias_row, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, with_pitch
-from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
+from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, Pair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import pack_filters
 from optdnn.kernels.gemm.gemv_pair import adds_sums
@@ -62,16 +62,6 @@ def _apart(problem: expanded.Problem, gpu: GpuFacts) -> tuple[float, float]:
     product = conv_problem.Problem(f.batch, f.channels, (image,), problem.between, f.dtype)
     first = least_seconds(hopper_launch.ranked(product, gpu))
     return first, min((t for t, _ in depthwise_ranked(f, gpu)), default=np.inf)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """The two convolutions, their epilogues and the kernel's problem."""
-
-    first: Op
-    between: Epilogue
-    epilogue: Epilogue
-    problem: expanded.Problem
 
 
 class Expanded(ConvPair, MakesMeans):
@@ -123,7 +113,7 @@ class Expanded(ConvPair, MakesMeans):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self._pair(b, op).problem, b.gpu)
 
-    def _pair(self, b: Builder, op: Op) -> _Pair:
+    def _pair(self, b: Builder, op: Op) -> Pair[expanded.Problem]:
         first = self.first(b.graph, op)
         weight, a = b.weights(op), op.attrs
         n, depth, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
@@ -133,7 +123,7 @@ class Expanded(ConvPair, MakesMeans):
         dtype, pool = map_dtype(op.outputs[0].type.dtype), self.pool(b, op)
         summed = pool is not None and adds_sums(b, pool)
         filtered = depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, pool is not None, summed=summed)
-        return _Pair(first, between, ep, expanded.Problem(filtered, depth, (("bias",), *between.rendered)))
+        return Pair(first, between, ep, expanded.Problem(filtered, depth, (("bias",), *between.rendered)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         pair = self._pair(b, op)
@@ -158,7 +148,9 @@ class Expanded(ConvPair, MakesMeans):
         finish(b, op, ep, out, target)
 
     @staticmethod
-    def _operands(b: Builder, op: Op, pair: _Pair, x: TensorView) -> tuple[dict[str, TensorView], list[TensorView]]:
+    def _operands(
+        b: Builder, op: Op, pair: Pair[expanded.Problem], x: TensorView
+    ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The constants by operand name, and weights, their bias, filters and their bias as the two convolutions read them."""
         weight, filters, name = b.weights(pair.first), b.weights(op), op.outputs[0].name
         channels, taps_w = len(weight), filters.shape[3]

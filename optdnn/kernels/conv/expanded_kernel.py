@@ -19,7 +19,16 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.separable_kernel import MAX_TAPS
-from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import (
+    BLOCK_SHARED,
+    Launch,
+    Parameters,
+    at_once,
+    no_room,
+    template_options,
+    tensor_map,
+    whole_kib,
+)
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -124,7 +133,7 @@ def _steps(problem: Problem) -> int:
 def stage_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a patch of the image."""
     row = swizzle(problem) or problem.depth * 2
-    return problem.depth * 2 // row * (-(-_bands(problem, config) * 16 * row // 1024) * 1024)
+    return problem.depth * 2 // row * whole_kib(_bands(problem, config) * 16 * row)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -233,15 +242,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     parameters.pointer("expansion", "shifts")
     parameters.i32(s.height, s.width, problem.channels, out_h, out_w, *s.padding[:2], f.pitch[1])
     parameters.i32(slabs, tiles_x, tiles_x * tiles_y, count).f32(1.0 / (out_h * out_w))
-    per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
+    per_slab = max(1, min(count, gpu.multiprocessors * at_once(shared_bytes(problem, config), config.blocks) // slabs))
     return parameters.launch(
         recipe(problem, config, gpu.arch), "expanded_sm90", per_slab * slabs, config.threads, shared=shared_bytes(problem, config)
     )  # fmt: skip
-
-
-def resident(problem: Problem, config: Config) -> int:
-    """Blocks per multiprocessor."""
-    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
 
 
 LAUNCH = 2.4e-6  # s until the first patch arrives, plus those from the last result on
@@ -262,7 +266,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     f = problem.filtered
     slabs, tiles_x, tiles_y = tiles(problem, config)
-    count, together = tiles_x * tiles_y * f.batch, resident(problem, config)
+    count, together = tiles_x * tiles_y * f.batch, at_once(shared_bytes(problem, config), config.blocks)
     bands, places = _bands(problem, config), config.grid_x * config.grid_y
     mine, way = -(-bands // config.warps), -(-places // config.warps)
     work = [mine * x + way * y for x, y in zip(_band(problem)[:3], _place(problem, config)[:3], strict=True)]

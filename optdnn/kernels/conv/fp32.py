@@ -20,7 +20,7 @@ from optdnn.kernels.conv.fused import (
     result_place,
     stage_operands,
 )
-from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, image, planar
+from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, has_computed_bias, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
@@ -128,7 +128,7 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 def too_large(b: Builder, op: Op) -> str | None:
     """Why 32-bit offsets do not cover the operand or the result, or None."""
-    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+    places = [b.operand(op.inputs[0]), *b.fixed(op.value)]
     spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
     *rows, last = op.outputs[0].type.static_shape
     if max(*spans, math.prod(rows) * (last + 8)) < fp32.LARGEST:
@@ -147,7 +147,7 @@ class TiledConv(TiledKernel):
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim not in (3, 4):
             return "its weights are not constant, or not of one or two spatial axes"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         if 0 in weight.shape:
             return "it has no channels"

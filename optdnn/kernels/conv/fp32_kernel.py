@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -34,7 +35,7 @@ class Strides:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(WithEpilogue):
     """A convolution of ``batch`` images of ``height`` x ``width`` x ``in_channels`` (fp32), into ``channels``.
 
     ``padding`` is (top, left, bottom, right). Channels are those of all ``groups``. ``plane`` is the stride of the
@@ -99,11 +100,6 @@ class Problem:
         strides = [s for p in places for s in (p.image, p.row, p.column)]
         channels = self.channels // self.groups if self.scatter is None else self.scatter.channels
         return self.aligned and channels % 4 == 0 and all(s % 4 == 0 for s in strides)
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return render.uses_residual(self.epilogue)
 
 
 @dataclass(frozen=True, order=True)

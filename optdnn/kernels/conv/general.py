@@ -24,7 +24,17 @@ from optdnn.kernels.conv.fused import (
     conv_attrs,
     stage_operands,
 )
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, blocks_of, entering, image, on_images, planar, with_pitch
+from optdnn.kernels.conv.hopper import (
+    HopperConv,
+    bias_of,
+    blocks_of,
+    entering,
+    has_computed_bias,
+    image,
+    on_images,
+    planar,
+    with_pitch,
+)
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
@@ -134,7 +144,7 @@ def constants_refusal(b: Builder, op: Op) -> str | None:
     weight = b.graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
         return "its weights are not constant, or not of one or two spatial axes"
-    return "its bias is not constant" if op.input(2) is not None and bias_of(b, op) is None else None
+    return "its bias is not constant" if has_computed_bias(b, op) else None
 
 
 def together(arch: str, groups: int, weight: Array) -> int:

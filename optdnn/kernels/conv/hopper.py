@@ -39,6 +39,11 @@ def bias_of(b: Builder, op: Op) -> Array | None:
     return None if array is None else array.astype(np.float32)
 
 
+def has_computed_bias(b: Builder, op: Op) -> bool:
+    """Whether the operator has a bias that is not constant."""
+    return op.input(2) is not None and bias_of(b, op) is None
+
+
 _Pair = tuple[int, int]
 
 
@@ -145,7 +150,7 @@ class HopperConv(hopper_launch.HopperKernel):
             return f"it has {weight.ndim - 2} spatial axes"
         if a.group != 1:
             return f"it has {a.group} groups"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
             return "it is empty"

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.problem import Problem
-from optdnn.kernels.launch import BLOCK_SHARED, no_room
+from optdnn.kernels.launch import BLOCK_SHARED, no_room, whole_kib
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -156,7 +156,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
     weights, stage = config.tile[0] * problem.span, stage_bytes(problem, config)
     operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
-    operands = -(-operands // 1024) * 1024
+    operands = whole_kib(operands)
     buffers = config.out_buffers * config.turns
     factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
@@ -171,7 +171,7 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
     """The most stages that fit ``limit`` bytes of shared memory per block; less than 1 if none fits."""
     stage = stage_bytes(problem, config)
     kept = -(-problem.k_steps // config.split) * config.tile[0] * problem.span if config.stationary else 0
-    beside = max(_BARRIER_BYTES, shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024)
+    beside = max(_BARRIER_BYTES, shared_bytes(problem, config) - whole_kib(config.stages * stage + kept))
     return ((limit - beside) // 1024 * 1024 - kept) // stage
 
 

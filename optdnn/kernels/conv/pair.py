@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from optdnn.ir.epilogue import Epilogue, summed_dtype
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
-from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.hopper import has_computed_bias
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, FP16
+
+P = TypeVar("P")
 
 
 class Kind(NamedTuple):
@@ -44,6 +46,16 @@ def _is_one_pixel(graph: Graph, op: Op) -> bool:
 POINTWISE = Kind("1x1 convolution", _is_pointwise)
 DEPTHWISE = Kind("depthwise convolution", _is_depthwise)
 ONE_PIXEL = Kind("1x1 convolution of one pixel", _is_one_pixel)
+
+
+@dataclass(frozen=True)
+class Pair(Generic[P]):
+    """The first of the two convolutions, the epilogues of both, and the kernel's problem."""
+
+    first: Op
+    between: Epilogue
+    epilogue: Epilogue
+    problem: P
 
 
 class ConvPair(Tactic):
@@ -87,7 +99,7 @@ class ConvPair(Tactic):
         if first.value in b.reserved or b.graph.sole_user(first.value) != op:
             who = ", ".join(u.name for u in b.graph.users(first.value) if u != op) or "the network's output"
             return f"the result of the {self.kinds[0].words} {first.name} has another reader ({who})"
-        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
+        if any(has_computed_bias(b, c) for c in (first, op)):
             return "a bias is not constant"
         return self.unfit(b, op, first)
 

@@ -11,7 +11,7 @@ from optdnn.kernels.conv.cost_terms import L2_PER_CLOCK, most_sums, room_for, st
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, refuse_scatter, register_limit
 from optdnn.kernels.conv.problem import Problem
-from optdnn.kernels.launch import BLOCK_SHARED
+from optdnn.kernels.launch import BLOCK_SHARED, whole_kib
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -105,10 +105,6 @@ def columns(problem: Problem, config: PatchConfig) -> int:
     return eights if eights > 256 or render.wgmma_columns(eights, problem.dtype) else eights + 8
 
 
-def _round(size: int) -> int:
-    return -(-size // 1024) * 1024
-
-
 def kept_steps(problem: Problem, config: PatchConfig) -> int:
     """K steps of the weights that a block keeps if it keeps all: those of its share of the channel blocks."""
     taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
@@ -120,12 +116,12 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
     span = problem.span
     height, width = patch_size(problem, config)
     weights = (config.weight_stages or kept_steps(problem, config)) * config.wgm * 64 * span
-    patches = config.wgn * config.stages * _round(height * width * span)
+    patches = config.wgn * config.stages * whole_kib(height * width * span)
     out = (
         config.wgm
         * config.wgn
         * config.out_buffers
-        * _round((config.tile_h * config.tile_w + 1) * 64 * problem.out_item)
+        * whole_kib((config.tile_h * config.tile_w + 1) * 64 * problem.out_item)
     )
     if config.stores_directly:
         out = config.wgm * config.wgn * direct_bytes(1, columns(problem, config), config.split)
@@ -265,7 +261,7 @@ def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
 def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
     """The ring depths worth trying: kept weights with the most patches, else one to three patches, with the deepest ring."""
     height, width = patch_size(problem, config)
-    patch, weights = config.wgn * _round(height * width * problem.span), config.wgm * 64 * problem.span
+    patch, weights = config.wgn * whole_kib(height * width * problem.span), config.wgm * 64 * problem.span
     kept, limit = (
         kept_steps(problem, config) * weights,
         min(BLOCK_SHARED, (BLOCK_SHARED + 1024) // config.blocks - 1024),

@@ -12,6 +12,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.activations import keeps_zeros
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS, HeadTurn, RowNorm
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
@@ -109,21 +110,15 @@ class Source:
         return h, w
 
 
-class OneSource:
+class OneSource(WithEpilogue):
     """Base of the problems of kernels with one source and one epilogue."""
 
     source: Source
-    epilogue: tuple[render.Stage, ...]
 
     @cached_property
     def out_size(self) -> tuple[int, int]:
         """Height and width of the result."""
         return self.source.output()
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return render.uses_residual(self.epilogue)
 
 
 def banded(weight: Array, groups: int, together: int) -> Array:
@@ -151,7 +146,7 @@ GATED_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(WithEpilogue):
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
     its epilogue. Derived values are cached, since thousands of configurations are evaluated for one problem."""
 
@@ -399,11 +394,6 @@ class Problem:
     def gathered(self) -> float:
         """Fraction of the K steps whose pixels TMA gathers in im2col mode."""
         return sum(self.steps(source) for source in self.sources if source.mode != ROWS) / self.k_steps
-
-    @cached_property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the output's shape."""
-        return self.beside is None and render.uses_residual(self.epilogue)
 
     @cached_property
     def flops(self) -> int:

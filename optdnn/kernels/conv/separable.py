@@ -7,7 +7,7 @@ measures, whether two launches are faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.depthwise import relu_before
 from optdnn.kernels.conv.fused import bias_row, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
-from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
+from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, Pair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import MANY, Offer, best_first, least_seconds
@@ -65,16 +65,6 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     return float(sum(seconds))
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The two convolutions, their epilogues and the kernel's problem."""
-
-    first: Op
-    between: Epilogue
-    epilogue: Epilogue
-    problem: separable.Problem
-
-
 class Separable(ConvPair):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
@@ -108,7 +98,7 @@ class Separable(ConvPair):
         """Whether :class:`HopperConv` would compute the convolution that is added in its own launch."""
         return ep.residual is not None and HopperConv().added(b, op, ep) is not None
 
-    def pair(self, b: Builder, op: Op) -> _Pair:
+    def pair(self, b: Builder, op: Op) -> Pair[separable.Problem]:
         """The two convolutions and the kernel's problem."""
         first = self.first(b.graph, op)
         weight = b.weights(first)
@@ -121,7 +111,7 @@ class Separable(ConvPair):
             (("bias",), *between.rendered), (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype),
             relu=relu_before(first),
         )  # fmt: skip
-        return _Pair(first, between, ep, problem)
+        return Pair(first, between, ep, problem)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self.pair(b, op).problem, b.gpu)
@@ -150,7 +140,7 @@ class Separable(ConvPair):
 
     @staticmethod
     def _operands(
-        b: Builder, op: Op, pair: _Pair, problem: separable.Problem, x: TensorView
+        b: Builder, op: Op, pair: Pair[separable.Problem], problem: separable.Problem, x: TensorView
     ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The input and the constants by operand name, and filters, their bias, weights and their bias as the two
         convolutions read them."""

@@ -16,12 +16,12 @@ from optdnn.kernels.conv.separable_kernel import (
     no_kernel,
     patch,
     refuse,
-    resident,
     shared_bytes,
     stage_bytes,
     steps,
     tiles,
 )
+from optdnn.kernels.launch import at_once
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -66,7 +66,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     within 15 % for an earlier one."""
     s, (patch_h, patch_w) = problem.source, patch(problem, config)
     jobs = math.prod(tiles(problem, config)) * problem.batch * config.split
-    blocks = max(1, min(resident(problem, config), -(-jobs // device.multiprocessors)))  # that share a multiprocessor
+    blocks = max(
+        1, min(at_once(shared_bytes(problem, config), config.blocks), -(-jobs // device.multiprocessors))
+    )  # that share a multiprocessor
     chunks, sixteens = -(-steps(problem, config) // config.split), config.block / 16
     warps = config.warpgroups * 4 * blocks
     # Cycles of 16 channels: of a scheduler per warp, of shared memory per warp, and of one warp by itself.
@@ -84,7 +86,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.split > 1:
         sent = config.warpgroups * config.strips * 64 * config.width * 4
         epilogue += 100 + sent * (1 + CROWD * min(2.0, jobs / device.multiprocessors)) / EXCHANGE
-    waves = jobs / (device.multiprocessors * resident(problem, config))
+    waves = jobs / (device.multiprocessors * at_once(shared_bytes(problem, config), config.blocks))
     waves = math.ceil(waves) if waves < 4 else waves + 0.3
     first = (
         RESULT + load * blocks + chunks * max(work, sixteens * alone, load * blocks) + epilogue * max(1.0, 0.5 * blocks)

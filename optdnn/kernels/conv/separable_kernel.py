@@ -13,7 +13,16 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import (
+    BLOCK_SHARED,
+    Launch,
+    Parameters,
+    at_once,
+    no_room,
+    template_options,
+    tensor_map,
+    whole_kib,
+)
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import pixels_instruction
@@ -125,15 +134,11 @@ def steps(problem: Problem, config: Config) -> int:
     return -(-problem.inner // config.block)
 
 
-def _up(n: int) -> int:
-    return -(-n // 1024) * 1024
-
-
 def stage_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a chunk: the patch, the weights, the filters and their biases."""
     span = config.block * 2
     constants = config.block * (problem.filter_row * 2 + 4)
-    return _up(_up(math.prod(patch(problem, config)) * span) + _up(config.width * span) + constants)
+    return whole_kib(whole_kib(math.prod(patch(problem, config)) * span) + whole_kib(config.width * span) + constants)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -295,13 +300,12 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = N
     parameters.pointer("filters", "shifts", "bias", "output", "residual" if problem.residual else None)
     parameters.i32(out_h, out_w, s.padding[0], s.padding[1], problem.channels, pitches[1], pitches[2])
     parameters.i32(steps(problem, config), channel_tiles, tiles_x, tiles_x * tiles_y, count)
-    blocks = count * config.split if config.split > 1 else min(count, gpu.multiprocessors * resident(problem, config))
+    blocks = (
+        count * config.split
+        if config.split > 1
+        else min(count, gpu.multiprocessors * at_once(shared_bytes(problem, config), config.blocks))
+    )
     return parameters.launch(
         recipe(problem, config, gpu.arch), "separable_sm90", blocks, config.threads, shared=shared_bytes(problem, config),
         cluster=config.split,
     )  # fmt: skip
-
-
-def resident(problem: Problem, config: Config) -> int:
-    """Blocks per multiprocessor."""
-    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))

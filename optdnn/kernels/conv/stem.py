@@ -13,7 +13,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, has_computed_bias, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.gemm.hopper_matmul import swapped
@@ -35,7 +35,7 @@ def no_operands(b: Builder, op: Op, dtypes: Sequence[DType] = (FP16, BF16)) -> s
     """Why a stem kernel does not take the element type or the bias of a convolution, or None. ``dtypes``: its factors' types."""
     if op.outputs[0].type.dtype not in dtypes:
         return f"its factors are {' or '.join(d.name for d in dtypes)}, not {op.outputs[0].type.dtype.name}"
-    if op.input(2) is not None and bias_of(b, op) is None:
+    if has_computed_bias(b, op):
         return "its bias is not constant"
     return None
 
@@ -59,6 +59,8 @@ class StemConv(Tactic):
     name = "conv_stem"
     dtypes: ClassVar[tuple[DType, ...]] = (FP16, BF16, FP32)
     """The types of its factors."""
+    move: ClassVar[str] = "a change of layout"
+    """How the image is moved for Hopper's own kernel."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := no_kernels(b.arch)) is not None:
@@ -79,18 +81,20 @@ class StemConv(Tactic):
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """If Hopper's own kernel after a change of layout is predicted to be faster, it goes first until both are measured."""
+        """If Hopper's own kernel after a move of the image is predicted to be faster, it goes first until both are measured."""
         other = HopperConv()
-        if other.refuse(b, op) is not None:
+        offers = other.configs(b, op) if other.refuse(b, op) is None else ()
+        if not offers:
             return None
-        offers = other.configs(b, op)
         own = stem_offers(self._problem(b, op), b.gpu)[0].predicted
-        if not offers or (theirs := offers[0].seconds) is None:
-            return None
-        theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
+        theirs = offers[0].predicted + self._moving_seconds(b, op)
         if own <= theirs:
             return None
-        return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"
+        return f"it is predicted to take {own * 1e6:.1f} us, {self.move} and {other.name} {theirs * 1e6:.1f}"
+
+    def _moving_seconds(self, b: Builder, op: Op) -> float:
+        """Predicted seconds of the :attr:`move` that Hopper's own kernel needs."""
+        return conv_stem_cost.layout_seconds(self._problem(b, op))
 
     def _column(self, b: Builder, op: Op) -> bool:
         """Whether image and filters are one pixel wide: a sequence. A tile is a part of a row, so a column becomes a row."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.conv.problem import Depth, Source
-from optdnn.kernels.launch import Parameters, tensor_map
+from optdnn.kernels.launch import Parameters, tensor_map, whole_kib
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
 
@@ -99,11 +99,11 @@ class Walk:
 
     def patch_bytes(self, source: Source) -> int:
         """Bytes of a stage."""
-        return -(-self.patch_images(source) * math.prod(self.patch(source)) * self.read(source) * 16 // 1024) * 1024
+        return whole_kib(self.patch_images(source) * math.prod(self.patch(source)) * self.read(source) * 16)
 
     def result_bytes(self) -> int:
         """Bytes of a tile's results."""
-        return -(-self.images * self.height * self.width * self.chunks * 16 // 1024) * 1024
+        return whole_kib(self.images * self.height * self.width * self.chunks * 16)
 
     def shared_bytes(self, source: Source, squeeze: bool) -> int:
         """Dynamic shared memory of a block."""

@@ -18,7 +18,7 @@ from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost_terms import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
-from optdnn.kernels.conv.hopper import bias_of, entering, image, with_pitch
+from optdnn.kernels.conv.hopper import bias_of, entering, has_computed_bias, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
 from optdnn.kernels.pointwise.pointwise import copy
@@ -77,7 +77,7 @@ class Subpixel(ConvolutionKernel):
             return "its weights are not constant, or not of one or two spatial axes"
         if op.attrs.group != 1:
             return f"it has {op.attrs.group} groups"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         axes, _ = axes_of(b, op)
         sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]  # type: ignore[arg-type]

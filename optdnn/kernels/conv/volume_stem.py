@@ -12,9 +12,9 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.hopper import HopperConv, planar
+from optdnn.kernels.conv.hopper import planar
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.conv.stem import StemConv, no_operands, no_tile, stem_offers
+from optdnn.kernels.conv.stem import StemConv, no_operands, no_tile
 from optdnn.kernels.conv.stem_input import pixel_source
 from optdnn.kernels.conv.volume import Volume, channels_second, copy_seconds, volume_of, with_volumes
 from optdnn.kernels.tactic import Region
@@ -26,6 +26,7 @@ class VolumeStem(StemConv):
     """The first convolution of a network for videos or scans, with 16-bit factors."""
 
     name = "conv3d_stem"
+    move = "a copy of its frames"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := no_kernels(b.arch)) is not None:
@@ -41,16 +42,8 @@ class VolumeStem(StemConv):
             return "a tensor is added to its result"
         return no_tile(b, self._problem(b, op))
 
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Why Hopper's own kernel, after a copy of the frames, is predicted to be faster, or None."""
-        other = HopperConv()
-        if other.refuse(b, op) is not None:
-            return None
-        theirs = other.configs(b, op)[0].predicted + copy_seconds(b, self._volume(b, op))
-        own = stem_offers(self._problem(b, op), b.gpu)[0].predicted
-        if own <= theirs:
-            return None
-        return f"it is predicted to take {own * 1e6:.1f} us, a copy of its frames and {other.name} {theirs * 1e6:.1f}"
+    def _moving_seconds(self, b: Builder, op: Op) -> float:
+        return copy_seconds(b, self._volume(b, op))
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that make the image."""

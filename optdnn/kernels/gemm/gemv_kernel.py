@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -21,7 +22,7 @@ with 2,048)."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(WithEpilogue):
     """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements.
 
     ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages of a second product, whose result the
@@ -37,16 +38,6 @@ class Problem:
     norm: bool = False
     beside: tuple[render.Stage, ...] | None = None
     selected: int = 0
-
-    @property
-    def matrices(self) -> int:
-        """Matrices that the launch reads."""
-        return 1 if self.beside is None else 2
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return self.beside is None and render.uses_residual(self.epilogue)
 
 
 @dataclass(frozen=True, order=True)

@@ -46,12 +46,7 @@ def rows_in_memory(x: TensorView, *, aligned: bool = True) -> tuple[int, ...]:
         return logical
     leading = sorted(logical[:-1], key=lambda i: (-x.strides[i] if x.shape[i] > 1 else 0, i))
     order = (*leading, logical[-1])
-    return order if rows_of(reordered(x, order), aligned=aligned) is not None else logical
-
-
-def reordered(x: TensorView, order: tuple[int, ...]) -> TensorView:
-    """The axes in this order."""
-    return x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
+    return order if rows_of(x.permuted(order), aligned=aligned) is not None else logical
 
 
 def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, unit: int = 8) -> tuple[int, ...]:
@@ -157,16 +152,16 @@ class MatrixProduct(ConvolutionKernel):
     def rows(self, b: Builder, op: Op) -> Rows:
         """The operands and the result in place, or as copies that are still to be made."""
         ep, order = self.epilogue(b, op), self._order(b, op)
-        x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
+        x, residual = self._rows(b, op, b.source(op.inputs[0]).permuted(order)), None
         if ep.residual is not None:
-            residual = self._rows(b, op, reordered(b.source(ep.residual), order), added=True)
+            residual = self._rows(b, op, b.source(ep.residual).permuted(order), added=True)
         between = b.result(op.value, self._strides(b, op))
-        out = None if ep.rest else rows_of(reordered(between, order), aligned=self.aligned)
+        out = None if ep.rest else rows_of(between.permuted(order), aligned=self.aligned)
         if out is None or not self.stored(b, out):
             name, shape = f"{op.outputs[0].name}.gemm", between.shape
             dtype = summed_dtype(b.graph, op) if ep.rest else between.dtype
             between = b.later(name, dtype, shape, padded_rows(shape, order))
-            out = rows_of(reordered(between, order))
+            out = rows_of(between.permuted(order))
             assert out is not None
         return Rows(ep, x, residual, out, between)
 

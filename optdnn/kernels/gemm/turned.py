@@ -64,8 +64,8 @@ def _read(graph: Graph, value: Value) -> Iterator[tuple[Op, Value | None]]:
     for user in graph.users(value):
         if user.kind in _PARTS and user.inputs[0] == value:
             yield user, None
-            for port in range(len(user.outputs)):
-                yield from _read(graph, Value(user.id, port))
+            for inner in user.values:
+                yield from _read(graph, inner)
         else:
             yield user, value
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
     VISITS_LIMIT,
@@ -234,7 +234,7 @@ def _batch_norm(b: Builder, op: Op) -> None:
 def _layer_norm(b: Builder, op: Op) -> None:
     """Emits a LayerNormalization with its statistics as results: a thread per row."""
     x, scale, bias = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2)
-    results = [b.target(Value(op.id, i)) for i in range(len(op.outputs))]
+    results = [b.target(v) for v in op.values]
     r, t = len(x.shape), wide(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     count = math.prod(x.shape[axis:])

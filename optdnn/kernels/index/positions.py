@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
     THREADS,
@@ -219,7 +219,7 @@ def _reverse_sequence(b: Builder, op: Op) -> None:
 
 def _top_k(b: Builder, op: Op) -> None:
     x = needed(b, op, 0)
-    writes = {name: b.target(Value(op.id, i)) for i, name in zip(range(len(op.outputs)), ("y", "i"), strict=False)}
+    writes = {name: b.target(v) for v, name in zip(op.values, ("y", "i"), strict=False)}
     r, t = len(x.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     index = f"p.i[at_i({coordinates('o', r, {axis: 'rank'})})] = o{axis};" if "i" in writes else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT, needed, operands_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
@@ -154,7 +154,7 @@ class TopRows(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x = needed(b, op, 0)
-        writes = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        writes = [b.target(v) for v in op.values]
         if not writes[0].size:
             return
         y, index = writes[0], writes[1] if len(writes) > 1 else None

@@ -330,7 +330,7 @@ def _reserve_before(b: Builder, value: Value) -> None:
         if op.kind == "Transpose":
             perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
             order = [perm.index(i) for i in range(len(perm))]
-            found: TensorView | None = x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
+            found: TensorView | None = x.permuted(order)
         elif op.kind == "Layout":
             found = x.view(x.shape, (x.strides[0], 1, *x.strides[2:])) if of_one_channel(op) else x
         else:

@@ -82,15 +82,10 @@ def order_read(b: Builder, value: Value, *, rows: bool = False) -> tuple[int, ..
     for op in reversed(chain):
         before = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         back = np.argsort(_permutation(op)).tolist() if op.kind == "Transpose" else None
-        found = reshaped(found, before) if back is None else transposed(found, back)
+        found = reshaped(found, before) if back is None else found.permuted(back)
         if found is None:
             return None
     return found.strides
-
-
-def transposed(x: TensorView, perm: Sequence[int]) -> TensorView:
-    """``x`` with its axes in another order."""
-    return x.view([x.shape[k] for k in perm], [x.strides[k] for k in perm])
 
 
 def _permutation(op: Op) -> Sequence[int]:
@@ -99,7 +94,7 @@ def _permutation(op: Op) -> Sequence[int]:
 
 def seen_by(op: Op, x: TensorView) -> TensorView | None:
     """``x`` after a Transpose or a kind of Reshape; None if that is not a view."""
-    return transposed(x, _permutation(op)) if op.kind == "Transpose" else reshaped(x, op.outputs[0].type.static_shape)
+    return x.permuted(_permutation(op)) if op.kind == "Transpose" else reshaped(x, op.outputs[0].type.static_shape)
 
 
 def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
@@ -145,7 +140,7 @@ def _reshape(b: Builder, op: Op) -> None:
 
 
 def _transpose(b: Builder, op: Op) -> None:
-    settle(b, op, 0, transposed(b.operand(op.inputs[0]), _permutation(op)))
+    settle(b, op, 0, b.operand(op.inputs[0]).permuted(_permutation(op)))
 
 
 def _identity(b: Builder, op: Op) -> None:
@@ -288,7 +283,7 @@ def _converted(b: Builder, op: Op) -> TensorView:
 def _permuted(b: Builder, op: Op, x: TensorView, split: Sequence[int], perm: Sequence[int], out: TensorView) -> None:
     source = reshaped(x, split)
     assert source is not None, "an axis can always be split"
-    source = source.view([source.shape[i] for i in perm], [source.strides[i] for i in perm])
+    source = source.permuted(perm)
     target = reshaped(out, source.shape)
     assert target is not None, "an axis can always be split"
     b.move(op, source, target)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue, summed_dtype
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
 from optdnn.kernels.conv.fused import conv_attrs, finish, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering, image, planar
+from optdnn.kernels.conv.hopper import bias_of, entering, has_computed_bias, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
@@ -94,7 +94,7 @@ class CudnnConv(Called):
             return "its weights are not constant, or of three spatial axes"
         if t.dtype not in _TYPES or weight.dtype != t.dtype:
             return "its type is not fp16, bf16 or fp32"
-        if op.input(2) is not None and bias_of(b, op) is None:
+        if has_computed_bias(b, op):
             return "its bias is not constant"
         if 0 in t.static_shape or 0 in weight.shape:
             return "it is empty"
@@ -287,7 +287,7 @@ class CudnnNorm(Called):
             return "its type is not fp16, bf16 or fp32, or it is empty"
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "its statistics are also outputs"
         for value in op.inputs[1:]:
             array = b.graph.constant_value(value)

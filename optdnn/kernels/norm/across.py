@@ -136,7 +136,7 @@ class AddNormAcross(AddsAndNormalizes):
             return f"the normalization after it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
             return "an operand is broadcast"
-        if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):
+        if t.layout or any(not p.dense for p in b.fixed(op.value, norm.value)):
             return "its results are not in contiguous rows"
         if self._operands(b, op) is None:
             return "it is not the sum of an operand in rows and a transposed one"

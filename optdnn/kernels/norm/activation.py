@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import stage_operands
 from optdnn.kernels.pointwise.pointwise import single
-from optdnn.kernels.tactic import ProblemTactic, Region, readers
+from optdnn.kernels.tactic import ProblemTactic, Region, TakesAfter
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
 from optdnn.types import BF16, FP16, FP32
@@ -76,7 +76,7 @@ def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
     return alone if found.rest or not found.stages else NormOutput(norm, user, found)
 
 
-class ActivatedNorm(ProblemTactic):
+class ActivatedNorm(TakesAfter, ProblemTactic):
     """A normalization, with the activation after it."""
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -86,7 +86,3 @@ class ActivatedNorm(ProblemTactic):
     def place(self, b: Builder, op: Op) -> None:
         """Place the result of the activation; without one, the result of the normalization."""
         b.target(output_of(b, op).value)
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be an activation."""
-        return readers(graph, op)

@@ -20,7 +20,7 @@ from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, is_stored, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
-from optdnn.kernels.tactic import Offer, Region, Tactic, readers
+from optdnn.kernels.tactic import Offer, Region, TakesAfter, readers
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -32,12 +32,8 @@ def norm_of(b: Builder, op: Op) -> Op | None:
     return next((u for u in b.graph.users(op.value) if u.kind in NORMS and u.inputs[0] == op.value), None)
 
 
-class AddsAndNormalizes(Tactic):
+class AddsAndNormalizes(TakesAfter):
     """An addition and the normalization after it: one region, with both results."""
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the sum: one may be a normalization."""
-        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition and the normalization."""
@@ -87,7 +83,7 @@ class AddNorm(AddsAndNormalizes):
             return "one launch gathers both operands and adds them"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
             return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
-        (x, other), given = self.sources(b, op), [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
+        (x, other), given = self.sources(b, op), b.fixed(op.value, norm.value)
         if t.layout or not aligned(x) or row_pitch(other) is None:
             return "its rows do not have a constant pitch"
         if any(not p.dense or p.offset % 8 for p in given) or any(p.dtype != t.dtype for p in (x, other, *given)):

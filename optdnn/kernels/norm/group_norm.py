@@ -79,7 +79,7 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     if len(shape) < 3:
         return "it has no positions"
     result = output_of(b, norm).value
-    places = [b.operand(source), *([b.reserved[result]] if result in b.reserved else [])]
+    places = [b.operand(source), *b.fixed(result)]
     if result not in b.reserved and not t.layout:
         return "its result is not channels-last"
     if shape[1] % 8 or any(pitch_of_images(p) is None for p in places):
@@ -131,7 +131,7 @@ def no_plain_norm(b: Builder, op: Op) -> str | None:
     t = op.outputs[0].type
     if t.dtype not in (FP16, BF16, FP32):
         return "it is for 16-bit floats and fp32"
-    if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+    if any(b.graph.uses(v) for v in op.values[1:]):
         return "it does not keep the statistics"
     if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:3]):
         return "its scale and bias are not constant"

@@ -68,7 +68,7 @@ class GroupNormAdd(TakesBefore, ProblemTactic):
             return "the normalized images are repeated"
         if (why := refuse_images(b, found.norm, found.norm.inputs[0])) is not None:
             return f"the normalization before it: {why}"
-        images = [b.operand(found.image), *(b.reserved[v] for v in [op.value] if v in b.reserved)]
+        images = [b.operand(found.image), *b.fixed(op.value)]
         if any(pitch_of_images(x) is None or x.dtype != op.outputs[0].type.dtype for x in images):
             return "its images do not consist of aligned vectors of channels"
         return None if self.configs(b, op) else "no cluster holds its images"

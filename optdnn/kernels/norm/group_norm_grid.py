@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters
-from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs
-from optdnn.kernels.norm.templates import norm_recipe
+from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, refuse_slabs, vectors
+from optdnn.kernels.norm.group_norm_tiles import L2_RATE, Tiles
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
 from optdnn.runtime.cuda.launches.plan import GRID
@@ -28,38 +27,24 @@ STREAM = 0.85
 """Share of a GPU's memory bandwidth that the kernel reaches."""
 FROM_L2 = 0.4
 """Share of L2 that still holds the bytes that were read or written last."""
-L2_RATE = 5e12
-"""Bytes per second from L2."""
-WHOLE_PIECE = 128
-"""Bytes of neighboring channels that are read at full speed."""
 
 
 @dataclass(frozen=True, order=True)
-class Config:
-    """A block of ``threads`` threads takes ``slab`` channels of one of the ``tiles`` tiles of an image, in accesses of ``lanes``
-    channels; ``held`` pixels of each thread stay in shared memory."""
+class Config(Tiles):
+    """``held`` pixels of each thread stay in shared memory."""
 
-    slab: int
-    tiles: int
-    threads: int
-    lanes: int
     held: int
 
     def __str__(self) -> str:
         return f"gg{self.slab}n{self.tiles}t{self.threads}l{self.lanes}h{self.held}"
-
-    @property
-    def lines(self) -> int:
-        """Pixels that a block reads at once."""
-        return self.threads // (self.slab // self.lanes)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem on this GPU, or None."""
     if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 512):
         return reason
-    if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > (room := on_every_gpu(gpu)):
-        return f"{blocks(problem, config)} blocks cannot run at once on {room} multiprocessors"
+    if not 1 <= config.tiles <= problem.pixels or config.blocks(problem) > (room := on_every_gpu(gpu)):
+        return f"{config.blocks(problem)} blocks cannot run at once on {room} multiprocessors"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if problem.pixels * max(problem.pitches) >= 1 << 31:
@@ -67,15 +52,9 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     return None
 
 
-def blocks(problem: Problem, config: Config) -> int:
-    """Blocks of the grid; all of them run at once."""
-    return problem.channels // config.slab * config.tiles * problem.batch
-
-
 def _head(problem: Problem, config: Config) -> int:
     """Bytes of shared memory for the sums of threads, pivots and moments."""
-    table = group_sums.table_bytes(config.slab, problem.group, config.lanes, config.lines)
-    return -(-(table + 8 * config.slab // problem.group) // 16) * 16
+    return -(-(config.table_bytes(problem) + 8 * config.slab // problem.group) // 16) * 16
 
 
 def _line_bytes(problem: Problem, config: Config) -> int:
@@ -89,11 +68,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """The kernel's recipe. The sizes are parameters."""
-    defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
-    defines |= {"ADDED": int(problem.added_pitch is not None), **after_norm(problem)}
-    defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    return norm_recipe("group_norm_grid.cu", arch, defines, problem.dtype, problem.epilogue)
+    """The kernel's recipe."""
+    return config.recipe("group_norm_grid.cu", problem, arch)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
@@ -106,18 +82,18 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     parameters.i32(pitch, problem.added_pitch or 0, output_pitch, config.held).f32(problem.epsilon)
     add_operands(parameters, problem)
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "group_norm_grid", blocks(problem, config), config.threads,
+        recipe(problem, config, gpu.arch), "group_norm_grid", config.blocks(problem), config.threads,
         shared=shared_bytes(problem, config), waits=GRID,
     )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
-    tensor, count = problem.batch * problem.pixels * problem.channels * problem.itemsize, blocks(problem, config)
+    tensor, count = problem.batch * problem.pixels * problem.channels * problem.itemsize, config.blocks(problem)
     kept = count * (config.held + AHEAD) * _line_bytes(problem, config)
     rate, near = gpu.bandwidth * STREAM * min(1.0, 1.1 * count / gpu.multiprocessors), FROM_L2 * gpu.l2_bytes
     rest = max(0, tensor - kept)
-    rate /= 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
+    rate /= config.pieces(problem)
     seconds = tensor / rate  # written
     for read in (tensor, rest):
         seconds += min(read, near) / L2_RATE + max(0.0, read - near) / rate
@@ -127,8 +103,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
-    least = math.lcm(problem.group, lanes)
+    lanes, least = vectors(problem)
     found: set[Config] = set()
     for slab in range(least, problem.channels + 1, least):
         tiles = min(problem.pixels, on_every_gpu(gpu) // (max(1, problem.channels // slab) * problem.batch))

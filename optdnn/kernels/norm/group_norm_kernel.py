@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.templates import FloatElements, norm_recipe
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -47,7 +48,7 @@ class Modulated:
 
 
 @dataclass(frozen=True)
-class Problem(FloatElements):
+class Problem(FloatElements, WithEpilogue):
     """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (``groups`` = ``channels``:
     InstanceNorm), times scale plus bias, perhaps ``modulated``, then pointwise stages. The stages may add an image, and one may have
     per-channel operands.
@@ -68,11 +69,6 @@ class Problem(FloatElements):
     added_pitch: int | None = None
     residual_pitch: int = 0
     modulated: Modulated | None = None
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads an image of the result's shape."""
-        return render.uses_residual(self.epilogue)
 
     @property
     def pitches(self) -> tuple[int, int]:
@@ -148,6 +144,12 @@ def refuse_slabs(
     if not 32 <= threads <= most_threads or threads % 32 or slab // lanes > threads:
         return f"{threads} threads are too few for {slab} channels, or not a valid block"
     return None
+
+
+def vectors(problem: Problem) -> tuple[int, int]:
+    """Channels of the widest possible access, and of the smallest slab: whole groups in whole accesses."""
+    lanes = problem.lanes(problem.channels)
+    return lanes, math.lcm(problem.group, lanes)
 
 
 def after_norm(problem: Problem) -> dict[str, int]:
@@ -239,8 +241,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when an image does not fit a cluster."""
     found: list[tuple[float, Config]] = []
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
-    least = math.lcm(problem.group, lanes)
+    lanes, least = vectors(problem)
     for slab in range(least, problem.channels + 1, least):
         for cluster in (1, 2, 4, 8, 16):
             for threads in (128, 256, 512):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters
 from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs
+from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs, vectors
 from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.kernels.norm.tiles import AHEAD, MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -35,7 +35,7 @@ WHOLE_PIECE = 128
 
 
 @dataclass(frozen=True, order=True)
-class Config:
+class Tiles:
     """A block of ``threads`` threads takes ``slab`` channels of one of the ``tiles`` tiles of an image, in accesses of ``lanes`` channels."""
 
     slab: int
@@ -43,13 +43,36 @@ class Config:
     threads: int
     lanes: int
 
-    def __str__(self) -> str:
-        return f"gt{self.slab}n{self.tiles}t{self.threads}l{self.lanes}"
-
     @property
     def lines(self) -> int:
         """Pixels that a block reads at once."""
         return self.threads // (self.slab // self.lanes)
+
+    def blocks(self, problem: Problem) -> int:
+        """Blocks of a launch."""
+        return problem.channels // self.slab * self.tiles * problem.batch
+
+    def table_bytes(self, problem: Problem) -> int:
+        """Bytes of shared memory of the sums of all threads and of the pivots."""
+        return group_sums.table_bytes(self.slab, problem.group, self.lanes, self.lines)
+
+    def recipe(self, template: str, problem: Problem, arch: str) -> Recipe:
+        """The recipe of a kernel on these tiles. The sizes are parameters."""
+        defines = {"LANES": self.lanes, "THREADS": self.threads, "WIDE": int(problem.itemsize == 4)}
+        defines |= {"ADDED": int(problem.added_pitch is not None), **after_norm(problem)}
+        defines |= group_sums.defines(self.slab, problem.group, self.lanes, self.threads)
+        return norm_recipe(template, arch, defines, problem.dtype, problem.epilogue)
+
+    def pieces(self, problem: Problem) -> float:
+        """Factor by which narrow slabs take longer to read and write."""
+        return 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, self.slab * problem.itemsize)
+
+
+class Config(Tiles):
+    """Tiles of the two launches."""
+
+    def __str__(self) -> str:
+        return f"gt{self.slab}n{self.tiles}t{self.threads}l{self.lanes}"
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
@@ -60,19 +83,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
         return f"{problem.pixels} pixels in {config.tiles} tiles"
     if (needed := max(shared_bytes(problem, config))) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
-    if _blocks(problem, config) >= 1 << 31 or problem.pixels * max(problem.pitches) >= 1 << 31:
+    if config.blocks(problem) >= 1 << 31 or problem.pixels * max(problem.pitches) >= 1 << 31:
         return "the grid, or an image, is too large"
     return None
 
 
 def shared_bytes(problem: Problem, config: Config) -> tuple[int, int]:
     """Dynamic shared memory of a block of each launch."""
-    table = group_sums.table_bytes(config.slab, problem.group, config.lanes, config.lines)
-    return table, 8 * config.slab // problem.group
-
-
-def _blocks(problem: Problem, config: Config) -> int:
-    return problem.channels // config.slab * config.tiles * problem.batch
+    return config.table_bytes(problem), 8 * config.slab // problem.group
 
 
 def _work(problem: Problem, config: Config) -> TwoReads:
@@ -80,18 +98,15 @@ def _work(problem: Problem, config: Config) -> TwoReads:
     tensor = problem.batch * problem.pixels * problem.channels * size
     moments = 8 * config.tiles * config.slab // problem.group
     live = config.lines * (config.slab // config.lanes)  # threads that load
-    blocks = _blocks(problem, config)
+    blocks = config.blocks(problem)
     return TwoReads(
         blocks, config.threads, config.lanes * size * live // config.threads, tensor, config.slab * size, moments
     )
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """The recipe of both launches. The sizes are parameters."""
-    defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
-    defines |= {"ADDED": int(problem.added_pitch is not None), **after_norm(problem)}
-    defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    return norm_recipe("group_norm_tiles.cu", arch, defines, problem.dtype, problem.epilogue)
+    """The recipe of both launches."""
+    return config.recipe("group_norm_tiles.cu", problem, arch)
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
@@ -111,7 +126,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
         .f32(problem.epsilon)
     )
     add_operands(second, problem)
-    blocks = _blocks(problem, config)
+    blocks = config.blocks(problem)
     return (
         first.launch(made, "group_moments", blocks, config.threads, shared=shared[0]),
         second.launch(made, "group_apply", blocks, config.threads, shared=shared[1]),
@@ -120,9 +135,9 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of both launches, dependent on earlier ones; fitted to 143 timings on an H200."""
-    blocks = _blocks(problem, config)
+    blocks = config.blocks(problem)
     tensor = problem.batch * problem.pixels * problem.channels * problem.itemsize
-    pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
+    pieces = config.pieces(problem)
     moments = 8 * blocks * config.tiles * (config.slab // problem.group)
     crowd = math.ceil(blocks / gpu.multiprocessors) - 1
     launches = BOTH_S + BETWEEN_S + THREAD_S * config.threads + CROWD_S * crowd
@@ -137,8 +152,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
-    least = math.lcm(problem.group, lanes)
+    lanes, least = vectors(problem)
     found: set[Config] = set()
     for slab in range(least, problem.channels + 1, least):
         for tiles in tile_counts(max(1, problem.channels // slab) * problem.batch, problem.pixels, gpu):

@@ -158,7 +158,7 @@ class ModulatedRows(FollowsNorm):
             return "the kernel cannot compute the stages after the factor and shift"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
-        x, places = b.operand(norm.inputs[0]), [b.reserved[v] for v in [op.value] if v in b.reserved]
+        x, places = b.operand(norm.inputs[0]), b.fixed(op.value)
         if stages.residual is not None:
             places.append(b.operand(stages.residual))
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):

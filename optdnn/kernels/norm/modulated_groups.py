@@ -106,7 +106,7 @@ class ModulatedGroupNorm(TakesBefore, ProblemTactic):
             return "the kernels cannot compute the stages after the factor and shift"
         if (why := refuse_images(b, norm, norm.inputs[0])) is not None:
             return f"the normalization before it: {why}"
-        if any(pitch_of_images(b.reserved[v]) is None for v in [op.value] if v in b.reserved):
+        if any(pitch_of_images(p) is None for p in b.fixed(op.value)):
             return "its images do not consist of aligned vectors of channels"
         if any(_pitch(b.operand(v), t.static_shape) is None or b.graph.type(v).dtype != t.dtype for v in vectors):
             return "its factor and shift are not one aligned vector of channels for each image"

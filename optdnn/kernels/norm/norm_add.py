@@ -81,7 +81,7 @@ class NormAdd(FollowsNorm):
             return f"the normalization before it: {why}"
         x, places = (
             b.operand(norm.inputs[0]),
-            [b.operand(other), *(b.reserved[v] for v in [op.value] if v in b.reserved)],
+            [b.operand(other), *b.fixed(op.value)],
         )
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
             return "its rows do not have a constant pitch"

@@ -16,7 +16,7 @@ from optdnn.kernels.norm.add_norm import AddNorm, norm_of
 from optdnn.kernels.norm.norm_add import normalized_operand, of_another_launch
 from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters
 from optdnn.kernels.tactic import Region
-from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
+from optdnn.ops.norm_regions import HeldNormAttrs, NormAddNormAttrs
 
 _ROWS = RowsOnce()
 
@@ -77,7 +77,7 @@ class NormAddNorm(AddNorm):
         names = ("scale", "bias", "first_scale", "first_bias")
         operands |= parameters(b, norm, names[:2]) | parameters(b, first, names[2:])
         covers = replace(op, src=op.src | norm.src | first.src)
-        attrs = NormAddNormAttrs(norm.kind, norm.attrs, AddNormAttrs(first.kind, first.attrs)).plain()
+        attrs = NormAddNormAttrs(norm.kind, norm.attrs, HeldNormAttrs(first.kind, first.attrs)).plain()
         reads = [x, other, *(operands.get(name) for name in names)]
         writes = [operands["sum"], operands["output"]]
         b.emit(covers, self.launch(b, op, config), operands, "NormAddNorm", attrs, reads, writes)

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import aligned, result_strides
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import norm_of
 from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantizer import quantizer_of
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region, readers
-from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, TakesAfter
+from optdnn.ops.norm_regions import HeldNormAttrs, NormAddNormAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _ROWS = RowsOnce()
 
 
-class NormNorm(ProblemTactic):
+class NormNorm(TakesAfter, ProblemTactic):
     """LayerNorm or RMSNorm of rows, then LayerNorm or RMSNorm of the result."""
 
     name = "norm_norm"
@@ -38,14 +38,10 @@ class NormNorm(ProblemTactic):
                 return f"{norm.name}: {why}"
             if quantizer_of(b, norm.value) is not None:
                 return f"the result of {norm.name} is quantized"
-        places = [b.reserved[v] for v in (op.value, second.value) if v in b.reserved]
+        places = b.fixed(op.value, second.value)
         if not aligned(b.operand(op.inputs[0])) or any(not p.dense or p.offset % 8 for p in places):
             return "its rows or its results are not contiguous and aligned"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be a normalization."""
-        return readers(graph, op)
 
     @staticmethod
     def _second(b: Builder, op: Op) -> Op:
@@ -81,7 +77,7 @@ class NormNorm(ProblemTactic):
         operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "output": b.target(second.value)}
         names = ("scale", "bias", "first_scale", "first_bias")
         operands |= parameters(b, second, names[:2]) | parameters(b, op, names[2:])
-        attrs = NormAddNormAttrs(second.kind, second.attrs, AddNormAttrs(op.kind, op.attrs)).plain()
+        attrs = NormAddNormAttrs(second.kind, second.attrs, HeldNormAttrs(op.kind, op.attrs)).plain()
         reads = [x, None, *(operands.get(name) for name in names)]
         writes = [operands["sum"], operands["output"]]
         made = rows.launch(self.problem(b, op), config, b.gpu)

@@ -123,8 +123,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first."""
-    unit = problem.length if problem.run == 1 else problem.run
-    lanes = next(n for n in (8, 4, 2, 1) if unit % n == 0 and n * problem.itemsize <= 16)
+    lanes = problem.lanes(problem.length if problem.run == 1 else problem.run)
     counts = tile_counts(problem.rows, problem.length // lanes, gpu)
     if problem.length * problem.itemsize <= ONE_TILE:
         counts = sorted({1, *counts})

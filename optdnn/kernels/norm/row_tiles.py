@@ -57,7 +57,7 @@ class RowTiles(ActivatedNorm):
             if _ROWS.refuse(b, op) is None:
                 return "its rows fit the registers of a block, which reads them once"
         result = output_of(b, op).value
-        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]
+        places = [b.operand(op.inputs[0]), *b.fixed(result)]
         if t.layout or any(not p.dense or p.offset % 8 for p in places):
             return "its rows are not contiguous and aligned"
         return None

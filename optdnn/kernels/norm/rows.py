@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
@@ -18,7 +18,7 @@ from optdnn.kernels.norm.row_forms import LONG, THREADS, Form, apart_seconds, fo
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import Region, Tactic, readers
+from optdnn.kernels.tactic import Region, Tactic, TakesAfter
 from optdnn.ops.base import attrs_dict
 from optdnn.types import is_float, normalize_axis
 
@@ -171,7 +171,7 @@ class Rows(Tactic):
             return "it is for floating point"
         if not op.outputs[0].type.dims:
             return "a scalar has no rows"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "it does not keep the statistics"
         return None
 
@@ -183,7 +183,7 @@ class Rows(Tactic):
         _emit(b, op, plan, op.kind, attrs_dict(op.attrs), plan.reads)
 
 
-class WidenedRows(Rows):
+class WidenedRows(TakesAfter, Rows):
     """A softmax of 16-bit rows whose elements lie apart, as over the channels of images, and the conversion to fp32 after it."""
 
     name = "rows_widened"
@@ -201,10 +201,6 @@ class WidenedRows(Rows):
     def region(self, b: Builder, op: Op) -> Region:
         """The softmax and the conversion after it."""
         return _widened(b, op).region
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be a conversion."""
-        return readers(graph, op)
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result of the conversion."""

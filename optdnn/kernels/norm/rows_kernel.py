@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.layout.row_places import ACCESS, MOST_AXES
 from optdnn.kernels.norm.templates import FloatElements
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.ops.requantize import QuantParams, byte_bias
 from optdnn.runtime.cuda.compile import render
@@ -49,7 +50,7 @@ class Modulated:
 
 
 @dataclass(frozen=True)
-class Problem(FloatElements):
+class Problem(FloatElements, WithEpilogue):
     """``rows`` rows of ``length`` elements of ``dtype``: 16-bit floats or fp32.
 
     ``add``: a second input is added first, or to the result (``last``), there by a stage of ``epilogue`` if one reads it. ``sum``: the operand of the norm is also an output. ``scale``,
@@ -91,11 +92,6 @@ class Problem(FloatElements):
     """Whether a layer norm leaves the mean of a row in its result."""
     stored: str = ""
     """8-bit integer type of the input, whose elements are dequantized to ``dtype``; "": its elements are of ``dtype``."""
-
-    @property
-    def residual(self) -> bool:
-        """Whether a stage of the epilogue reads the addend."""
-        return render.uses_residual(self.epilogue)
 
     @property
     def bytes(self) -> int:
@@ -261,7 +257,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when a row is too long."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0 and n * problem.itemsize <= ACCESS)
+    lanes = problem.lanes(problem.length)
     found: list[tuple[float, Config]] = []
     for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
         vectors = -(-problem.length // (group * lanes))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import access, result_strides, row_pitch, walked
@@ -19,7 +19,7 @@ from optdnn.kernels.norm.activation import NormOutput, output_of
 from optdnn.kernels.norm.group_norm import no_plain_norm, unlike_rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import Offer, Region, Tactic, readers
+from optdnn.kernels.tactic import Offer, Region, Tactic, TakesAfter
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, normalize_axis
@@ -73,7 +73,7 @@ class RowsOnce(Tactic):
             return "its operand and its result have different types"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
             return "its rows are not along the last axis"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "it does not keep the statistics"
         if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:]):
             return "its scale and bias are not constant"
@@ -190,7 +190,7 @@ class FlatRows(RowsOnce):
             return "its rows are along the last axis alone"
         if (why := unlike_rows(b, op)) is not None:
             return why
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        places = [b.operand(op.inputs[0]), *b.fixed(op.value)]
         if t.layout or any(not p.dense or p.offset % access(p.dtype) for p in places):
             return "its rows are not contiguous and aligned"
         if not rows_offers(self.problem(b, op), b.gpu):
@@ -207,7 +207,7 @@ class FlatRows(RowsOnce):
         b.target(op.value)
 
 
-class ActivatedRows(RowsOnce):
+class ActivatedRows(TakesAfter, RowsOnce):
     """A norm or softmax with the activation, the rounding to a grid or the conversion to fp32 after it."""
 
     name = "rows_activated"
@@ -224,10 +224,6 @@ class ActivatedRows(RowsOnce):
 
     def result(self, b: Builder, op: Op) -> Value:
         return self._output(b, op).value
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be an activation."""
-        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the operator after it."""
@@ -251,7 +247,7 @@ def is_stored(b: Builder, value: Value) -> bool:
     return value in b.reserved or len(b.graph.uses(value)) > 1
 
 
-class QuantizedRows(RowsOnce):
+class QuantizedRows(TakesAfter, RowsOnce):
     """A norm or softmax of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
     name = "rows_quantized"
@@ -263,10 +259,6 @@ class QuantizedRows(RowsOnce):
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
         return self.refuse_narrow_rows(b, op) or super().refuse(b, op)
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be a quantization."""
-        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the quantization."""

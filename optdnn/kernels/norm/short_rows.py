@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, Move, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import VIEWS, order_read
@@ -18,7 +18,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.expressions import CPP, body, literal
 from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.kernels.tactic import Region, Tactic, readers
+from optdnn.kernels.tactic import Region, TakesAfter, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.program import Step
@@ -31,7 +31,7 @@ SLOTS = 3
 """Number of operands of a norm's meaning before the operands of its stages: input, scale and bias."""
 
 
-class ShortRows(Tactic):
+class ShortRows(TakesAfter):
     """L2, layer and RMS norms over rows of 16 to 512 bytes, with a pointwise operator on constants after the norm (cosine attention
     multiplies the queries or keys of each head by its temperature)."""
 
@@ -47,7 +47,7 @@ class ShortRows(Tactic):
         parameters = [v for v in op.inputs[1:] if v is not None]
         if any(b.graph.constant_value(v) is None or b.graph.type(v).static_shape != shape[-1:] for v in parameters):
             return "its scale and bias are not constant rows"
-        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+        if any(b.graph.uses(v) for v in op.values[1:]):
             return "it does not keep the statistics"
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
@@ -79,10 +79,6 @@ class ShortRows(Tactic):
         """The norm, and the pointwise operator after it."""
         last, _ = self._last(b, op)
         return Region(op) if last is op else Region(op, after=(last,))
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the result: one may be a pointwise operator."""
-        return readers(graph, op)
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result of the last operator in the order in which it is read."""

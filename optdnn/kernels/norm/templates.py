@@ -19,6 +19,10 @@ class FloatElements:
         """Bytes of an element."""
         return 4 if self.dtype == "float32" else 2
 
+    def lanes(self, length: int) -> int:
+        """Elements of the widest access, up to 16 bytes, that divides ``length`` neighboring elements."""
+        return next(n for n in (8, 4, 2, 1) if length % n == 0 and n * self.itemsize <= 16)
+
 
 def norm_recipe(
     template: str, arch: str, defines: Mapping[str, int], dtype: str, epilogue: tuple[render.Stage, ...]

@@ -4,7 +4,7 @@ weights with one scale per column. Only operators that allow rounded rows are co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +18,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import row_bytes_kernel as row_bytes
-from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, described, packed_operands, refusal, row_count
+from optdnn.kernels.packed.product import OPERANDS, UnpackedProblem, described, packed_operands, refusal, row_count
 from optdnn.kernels.packed.tactics import LEAST_ROWS, PackedWgmma
 from optdnn.kernels.tactic import Offer, costlier
 from optdnn.ops.requantize import LARGEST, MAX_CONSTANTS, Requantize, pad_channels
@@ -35,16 +34,8 @@ _NUMBERS, _SCALES = (-8,), (-32,)
 """Keys among the builder's copies, in the place of strides: for the int8 values, and for the scales of rows."""
 
 
-@dataclass(frozen=True)
-class BytesProblem:
-    """The packed weights, and the product with the weights as int8."""
-
-    packed: Problem
-    product: conv_problem.Problem
-
-
 @lru_cache(maxsize=1024)
-def _offers(problem: BytesProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def _offers(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The product's configurations, with the time of all three launches. Integer sums do not depend on their order."""
     packed = problem.packed
     first = dense.estimate(packed, 1) + row_bytes.estimate(packed.rows, packed.depth)
@@ -103,11 +94,11 @@ class PackedBytes(MatrixProduct):
         """Without timings, the cost model decides."""
         return costlier(b, op, self, PackedWgmma())
 
-    def problem(self, b: Builder, op: Op) -> BytesProblem:
+    def problem(self, b: Builder, op: Op) -> UnpackedProblem:
         return self._problem(b, op, self.rows(b, op))
 
     @staticmethod
-    def _problem(b: Builder, op: Op, rows: Rows) -> BytesProblem:
+    def _problem(b: Builder, op: Op, rows: Rows) -> UnpackedProblem:
         packed = described(b, op, rows)
         wide = up(packed.columns, 8)
         pitches = [conv_maps.pitch_of(x) for x in (rows.out, rows.residual) if x is not None]
@@ -115,9 +106,9 @@ class PackedBytes(MatrixProduct):
             packed.rows, wide, (conv_problem.Source(1, 1, up(packed.depth, UNIT)),), packed.epilogue, "int8",
             map_dtype(rows.out.dtype), row_scale=True, dense=packed.columns == wide and set(pitches) == {wide},
         )  # fmt: skip
-        return BytesProblem(packed, product)
+        return UnpackedProblem(packed, product)
 
-    def offers(self, problem: BytesProblem, gpu: GpuFacts) -> Sequence[Offer]:
+    def offers(self, problem: UnpackedProblem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -149,7 +140,7 @@ class PackedBytes(MatrixProduct):
         )
 
     @staticmethod
-    def _unpacked(b: Builder, op: Op, problem: BytesProblem, inverse: Array, x: TensorView) -> TensorView:
+    def _unpacked(b: Builder, op: Op, problem: UnpackedProblem, inverse: Array, x: TensorView) -> TensorView:
         """Emits the launch that unpacks the weights to int8 ``[columns, depth]``. Its meaning reads the rows, so that it runs after
         them."""
         packed, name = problem.packed, op.outputs[0].name
@@ -168,7 +159,7 @@ class PackedBytes(MatrixProduct):
 
     @staticmethod
     def _multiply(
-        b: Builder, op: Op, problem: BytesProblem, rows: Rows, weights: TensorView, scales: TensorView, magnitudes: Array,
+        b: Builder, op: Op, problem: UnpackedProblem, rows: Rows, weights: TensorView, scales: TensorView, magnitudes: Array,
         config: Any,
     ) -> None:  # fmt: skip
         """Emits the product's launch. ``rows``: views with buffers, with an int8 ``x``."""
@@ -203,7 +194,7 @@ class PackedBytes(MatrixProduct):
 
 def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
     """The rows of ``x`` as int8, and their scales (padded to an even number). One launch serves all products that read ``x``."""
-    kept = [b._copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
+    kept = [b.copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
     if kept[0] is not None and kept[1] is not None:
         return kept[0], kept[1]
     rows, depth = x.shape[:2]
@@ -213,5 +204,5 @@ def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]
     launch = row_bytes.launch(rows, depth, x.strides[0], stored, map_dtype(x.dtype), b.arch)
     written = [as_rows(numbers), scales.view((rows,), (1,))]
     b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [as_rows(x)], written)
-    b._copies[x, _NUMBERS], b._copies[x, _SCALES] = numbers, scales
+    b.copies[x, _NUMBERS], b.copies[x, _SCALES] = numbers, scales
     return numbers, scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,21 +19,13 @@ from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, walkable
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, described, packed_operands, refusal
+from optdnn.kernels.packed.product import OPERANDS, UnpackedProblem, described, packed_operands, refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 UNIT = 8
 """Elements in 16 bytes."""
-
-
-@dataclass(frozen=True)
-class UnpackedProblem:
-    """The packed weights, and the product with the weights as 16-bit floats."""
-
-    packed: Problem
-    product: conv_problem.Problem
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.packed import tiles
+from optdnn.kernels.problem import WithEpilogue
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import capability_of, no_kernels
 
@@ -20,7 +21,7 @@ PASSING = 32 << 20
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(WithEpilogue):
     """``rows`` rows of ``depth`` elements times packed weights of ``columns`` channels.
 
     A code has ``bits`` bits; ``block`` codes share a scale (``depth``: one block per channel). ``scale`` and ``zeros`` are names of
@@ -40,16 +41,6 @@ class Problem:
     dtype: str = "float16"
     norm: bool = False
     beside: tuple[render.Stage, ...] | None = None
-
-    @cached_property
-    def matrices(self) -> int:
-        """Number of weight matrices."""
-        return 1 if self.beside is None else 2
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return self.beside is None and render.uses_residual(self.epilogue)
 
     @cached_property
     def chunks(self) -> int:

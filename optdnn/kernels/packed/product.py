@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
+from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed.problem import Problem, refuse
@@ -27,6 +28,14 @@ from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
 ARITY = 4
 """Number of operands of the product: rows, weights, scales, zero points."""
 OPERANDS = ("tiles", "scales", "zeros")
+
+
+@dataclass(frozen=True)
+class UnpackedProblem:
+    """The packed weights, and the product with the weights that a launch before it unpacks."""
+
+    packed: Problem
+    product: conv_problem.Problem
 
 
 def refusal(b: Builder, op: Op) -> str | None:

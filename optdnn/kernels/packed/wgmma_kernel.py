@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, template_options, tensor_map, whole_kib
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines
 from optdnn.kernels.ranking import varied
@@ -73,7 +73,7 @@ def stage_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a stage, a multiple of 1024: a chunk of rows, weights, scales and zero points."""
     groups = tiles.groups_of(problem.bits, problem.block)
     parameters = config.columns * groups * (problem.scale_bytes + problem.zero_bytes)
-    return -(-(config.rows * problem.chunk * 2 + config.warps * tiles.CHUNK_BYTES + parameters) // 1024) * 1024
+    return whole_kib(config.rows * problem.chunk * 2 + config.warps * tiles.CHUNK_BYTES + parameters)
 
 
 def own_rows(config: Config) -> int:

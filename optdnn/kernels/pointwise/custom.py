@@ -6,7 +6,7 @@ from typing import Any
 
 from optdnn.custom import CudaKernel, CudaLaunch, known
 from optdnn.errors import OptdnnError, UnsupportedError
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.expressions import CPP
@@ -35,7 +35,7 @@ class Custom(Tactic):
         inputs, outputs = _types(b, op)
         launch = _launch(kernel, op, inputs, outputs)
         reads = [None if v is None else _dense(b, op, b.operand(v)) for v in op.inputs]
-        targets = [b.target(Value(op.id, k)) for k in range(len(op.outputs))]
+        targets = [b.target(v) for v in op.values]
         writes = [
             t if t.dense else b.new(f"{op.outputs[k].name}.dense", t.dtype, t.shape) for k, t in enumerate(targets)
         ]

@@ -217,9 +217,9 @@ def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int
 
     def make() -> int:
         key = (b.made(x), strides)
-        if key not in b._copies:
-            b._copies[key] = copied(b, op, key[0], name, strides)
-        return b._copies[key].buffer
+        if key not in b.copies:
+            b.copies[key] = copied(b, op, key[0], name, strides)
+        return b.copies[key].buffer
 
     return unmade(x.dtype, x.shape, strides, make)
 

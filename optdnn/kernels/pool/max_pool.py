@@ -58,7 +58,7 @@ class TiledMaxPool(Tactic):
             last = (n - 1) * a.strides[axis] - pads[axis]
             if pads[axis] >= a.kernel_shape[axis] or last >= size:
                 return "a window lies wholly in the padding"
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        places = [b.operand(op.inputs[0]), *b.fixed(op.value)]
         if any(not in_eights(p) for p in places) or (op.value not in b.reserved and not out.layout):
             return "its channels are not contiguous in groups of 8"
         return None

@@ -31,7 +31,7 @@ class Int8MaxPool(Tactic):
             return "its windows are dilated, or its number of channels is not a multiple of 16"
         if math.prod(op.attrs.kernel_shape) > MOST_APART:
             return f"its windows have more than {MOST_APART} elements, which a thread would hold at once"
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        places = [b.operand(op.inputs[0]), *b.fixed(op.value)]
         if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
             return "its result is not channels-last"
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 16 for p in places):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.launch import Parameters
@@ -38,7 +38,7 @@ class GeneralRNN(Tactic):
         gates = GATES[op.kind]
         x, w, r = (b.operand(v) for v in op.inputs[:3])
         wide = FP64 if x.dtype == FP64 else FP32
-        results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        results = [b.target(v) for v in op.values]
         bias = None if op.input(3) is None else b.operand(op.inputs[3])
         for d in range(count):
             projected = b.new(f"{op.outputs[0].name}.gates{d}", wide, (steps, batch, gates * hidden))

@@ -44,13 +44,13 @@ def state_strides(op: Op) -> tuple[int, ...]:
 def place_states(b: Builder, op: Op) -> None:
     """Place the results. For each batch entry, the states of both directions are contiguous, the order that readers want."""
     b.target(op.value, state_strides(op))
-    for port in range(1, len(op.outputs)):
-        b.target(Value(op.id, port))
+    for value in op.values[1:]:
+        b.target(value)
 
 
 def written_states(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView]]:
     """The results, and the views that the launch writes: the results themselves, or the sources of :func:`copy_states`."""
-    results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+    results = [b.target(v) for v in op.values]
     strides = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
     written = [
         y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.errors import InternalError
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.expressions import CPP, EXPRESSIONS, arithmetic, body
@@ -56,7 +56,7 @@ class PointwiseScanKernel(Tactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         a, shape = op.attrs, _shape(op)
         operands = [b.operand(v) for v in op.inputs]
-        results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        results = [b.target(v) for v in op.values]
         if 0 in (*shape, a.steps):
             return
         first, last = a.states, a.states + len(a.axes)

@@ -329,7 +329,7 @@ def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
     stack, seen, found = [op], {op.id}, list[Op]()
     while stack:
         at = stack.pop()
-        for use in (u for slot in range(len(at.outputs)) for u in graph.uses(Value(at.id, slot))):
+        for use in (u for v in at.values for u in graph.uses(v)):
             reader = graph.op(Value(use.op, 0))
             if reader.id in seen:
                 continue

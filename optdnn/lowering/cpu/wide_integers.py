@@ -197,7 +197,7 @@ class _Walk:
 
 
 def _values(op: Op) -> list[Value]:
-    return [Value(op.id, port) for port in range(len(op.outputs))]
+    return op.values
 
 
 def _has_stages(op: Op) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol
 
+from optdnn.runtime.cuda.allocator import free
 from optdnn.runtime.cuda.device import Launch, check, driver
 
 
@@ -78,7 +78,7 @@ class _Template:
             cu.cuStreamEndCapture(stream.handle)  # it fails as well: the first error is the one to report
             raise
         self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
-        weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
+        weakref.finalize(self, free, "cuGraphDestroy", self.graph)
 
     def _enqueue(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None) -> None:
         cu = driver()
@@ -105,11 +105,6 @@ class _Template:
         check("cuStreamUpdateCaptureDependencies", result)
 
 
-def _destroy(name: str, graph: Any) -> None:
-    with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
-        getattr(driver(), name)(graph)
-
-
 class Graph:
     """An instantiated CUDA graph of ``launches`` in order.
 
@@ -124,7 +119,7 @@ class Graph:
 
     def _instantiate(self) -> None:
         self._executable = check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
-        self._free = weakref.finalize(self, _destroy, "cuGraphExecDestroy", self._executable)  # at most once
+        self._free = weakref.finalize(self, free, "cuGraphExecDestroy", self._executable)  # at most once
 
     def moved(self, changed: Mapping[int, Launch]) -> Graph:
         """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other

@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -35,10 +35,6 @@ from optdnn.types import FP64
 ARCHS = ("sm_80", "sm_86", "sm_89")
 
 
-def chosen(program: Program) -> set[str]:
-    return {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Attention"}
-
-
 def reasons(program: Program) -> str:
     return "; ".join(refusals(program))
 
@@ -48,7 +44,7 @@ def test_before_hopper(name: str) -> None:
     build, tactic = ATTENTION[name]
     arch = ARCHS[len(name) % 3]
     program = check_simulated(build(), "bf16" if arch == "sm_86" else "fp16", target=f"cuda:{arch}")
-    assert chosen(program) == {tactic.replace("sm90", "sm80").replace("factors_", "")}
+    assert set(tactics(program, "Attention")) == {tactic.replace("sm90", "sm80").replace("factors_", "")}
     launches = [launch for s in program.steps if (launch := parse(s, program).launch) is not None]
     own = [launch for launch in launches if program.kernels[launch.kernel].template == "attention_sm80.cu"]
     assert len(own) == (tactic != "attention_steps")
@@ -89,7 +85,7 @@ def test_refusals(build: Any, target: str, precision: str, reason: str, monkeypa
 
 def test_hoppers_own_kernel_leaves_wide_heads_to_this_one() -> None:
     program = lowered(attention(size=264, count=1), "fp16", target="cuda:sm_90a")
-    assert chosen(program) == {"attention_sm80"}
+    assert set(tactics(program, "Attention")) == {"attention_sm80"}
     assert "heads of 264 features" in reasons(program)
 
 
@@ -105,7 +101,7 @@ def test_other_architectures_are_refused() -> None:
     copy, options = attention().copy(), BuildOptions(target="cuda:sm_80", precision="fp16", no_cubins=True)
     optimize(copy, options, "cuda:sm_80")
     program = lower_cuda(copy, options, replace(of_arch("sm_80"), capability=(7, 5)), {})
-    assert chosen(program) == {"attention_steps"}
+    assert set(tactics(program, "Attention")) == {"attention_steps"}
     assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_75" in reasons(program)
 
 
@@ -118,7 +114,7 @@ def test_results_of_8_bits(arch: str) -> None:
         FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
         program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), of_arch(arch), {})
         validate(program)
-        assert chosen(program) == {"attention_sm80"}
+        assert set(tactics(program, "Attention")) == {"attention_sm80"}
         taken = [s.params["op"]["attrs"]["of"] for s in program.steps if s.params["op"]["kind"] == "Quantized"]
         assert ("Attention" in taken) == (dtype != FP8 or arch == "sm_89")
         feeds = feeds_of(graph)

@@ -15,7 +15,7 @@ from support.layout import ATTENTION_FIELDS, check_pointers
 from support.needs import why_no_hopper
 from support.net import Net
 from support.sequence_cases import ATTENTION, attention
-from support.simulated import check_simulated, kinds, lowered, refusals
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.sweep import sweep
 
 from optdnn.kernels.attention import fp32_kernel as kernel
@@ -25,7 +25,6 @@ from optdnn.kernels.launch import Launch
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.program import Program
 from optdnn.types import FP64
 
 AMPERE = gpu_facts.of_arch("sm_80")
@@ -228,17 +227,13 @@ def test_candidates_are_such_that_run(arch: str) -> None:
 # ---------------------------------------------------------------- the tactic
 
 
-def chosen(program: Program) -> set[str]:
-    return {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Attention"}
-
-
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
 @pytest.mark.parametrize("name", sweep(ATTENTION, *list(ATTENTION)[::5]))
 def test_attention_of_fp32(name: str, target: str) -> None:
     build, of_halves = ATTENTION[name]
     program = check_simulated(build(), "fp32", target=target)
     steps = of_halves == "attention_steps" or name in WIDE
-    assert chosen(program) == {"attention_steps" if steps else "attention_fp32"}
+    assert set(tactics(program, "Attention")) == {"attention_steps" if steps else "attention_fp32"}
     assert ("MaskedSoftmax" in kinds(program)) == steps
 
 
@@ -272,7 +267,7 @@ def test_values_of_another_type_are_refused(precision: str, kernel_name: str) ->
     values = n.input(1, 2, 8, 16, name="v", dtype=np.float16 if precision == "fp32" else np.float64)
     graph = n.done(n.op("Attention", q, k, values))
     program = check_simulated(graph, precision, target="cuda:sm_90a", tolerance=4e-3)
-    assert chosen(program) == {"attention_steps"}
+    assert set(tactics(program, "Attention")) == {"attention_steps"}
     assert "queries, keys and values are of several types" in refusals(program, kernel_name)
 
 

@@ -19,7 +19,7 @@ from support.depthwise_runs import TOLERANCE, run
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import launch_errors
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, tactics
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph, Value
@@ -166,16 +166,12 @@ NETS: dict[str, Callable[[], Graph]] = {
 }
 
 
-def chosen(program: Any) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
     program = check_simulated(NETS[name](), tolerance=1e-2)
-    assert tactic.TiledDepthwise.name in chosen(program)
-    assert "depthwise" not in chosen(program)
+    assert tactic.TiledDepthwise.name in tactics(program, "Conv")
+    assert "depthwise" not in tactics(program, "Conv")
 
 
 def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
@@ -186,7 +182,7 @@ def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
 @pytest.mark.parametrize("kernel", [3, 7])
 def test_images_after_class_tokens_are_read_added_and_joined_in_place(kernel: int, precision: str) -> None:
     program = check_simulated(class_token(kernel), precision, tolerance=1e-2 if precision == "fp16" else 1e-4)
-    assert chosen(program) == [tactic.TiledDepthwise.name]
+    assert tactics(program, "Conv") == [tactic.TiledDepthwise.name]
     assert kinds(program).count("Copy") == 1  # of the first tokens
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
-from support.simulated import check_simulated, feeds_of, lowered, refusals
+from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
@@ -26,7 +26,6 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.program import Program
 
 HOPPER = gpu_facts.of_arch("sm_90a")
 CONFIGS = (
@@ -65,10 +64,6 @@ NETS: dict[str, tuple[Callable[[Net], Any], Any]] = {
 def made(name: str) -> Graph:
     n = Net()
     return n.done(NETS[name][0](n))
-
-
-def tactics(program: Program) -> set[str]:
-    return {t["tactic"] for t in program.meta["tactics"]}
 
 
 # ---------------------------------------------------------------- where it is taken

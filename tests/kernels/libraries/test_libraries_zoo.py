@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_not_taken, lowered, simulate
+from support.simulated import check_not_taken, lowered, simulate, tactics
 from support.sweep import sweep
 
 from optdnn.importers.onnx import import_model
@@ -18,7 +18,6 @@ from optdnn.kernels.libraries import providers
 from optdnn.kernels.tactic import PROVIDERS
 from optdnn.models import zoo
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.runtime.program import Program
 
 SMALL: dict[str, dict[str, Any]] = {
     "bert_base": {"sequence_length": 16, "width": 0.17, "depth": 0.1, "vocab_size": 50},
@@ -43,10 +42,6 @@ def network(name: str) -> Graph:
     return import_model(zoo.build(name, **{k: v for k, v in given.items() if k in known}))
 
 
-def tactics_of(program: Program) -> set[str]:
-    return {t["tactic"] for t in program.meta["tactics"]}
-
-
 @pytest.mark.parametrize("name", sweep(UNLIKE, "resnet18", "lstm", "mlp"))
 def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(name)
@@ -63,7 +58,7 @@ def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.M
             program = lowered(graph, target="cuda:sm_90a", tactics="cudnn,cublaslt")
         finally:
             providers.providers_here.cache_clear()
-        used = tactics_of(program)
+        used = set(tactics(program))
         if absent == {"cudnn", "cublaslt"}:
             assert program.steps == own.steps
         assert not any(t.endswith(library) for t in used for library in absent)

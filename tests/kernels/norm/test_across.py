@@ -14,16 +14,11 @@ from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.across_kernel import Config, Problem
 from optdnn.kernels.tactic import Offer
 from optdnn.ops import norm
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 
 GPU = of_arch("sm_90a")
-
-
-def turned(n: Net, x: Value) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
 
 
 def normalized(n: Net, x: Value, kind: str = "LayerNormalization") -> Value:
@@ -34,9 +29,9 @@ def normalized(n: Net, x: Value, kind: str = "LayerNormalization") -> Value:
 def mixer(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
     """A block of MLP-Mixer (Tolstikhin et al., 2021)."""
     x = n.matmul(n.input(3, tokens, 16), 48)
-    mixed = n.op("Gelu", n.op("Add", n.matmul(turned(n, normalized(n, x, kind)), 24), n.random(24)))
+    mixed = n.op("Gelu", n.op("Add", n.matmul(n.transposed(normalized(n, x, kind), 0, 2, 1), 24), n.random(24)))
     mixed = n.op("Add", n.matmul(mixed, tokens), n.random(tokens))
-    x = n.op("Add", x, turned(n, mixed))
+    x = n.op("Add", x, n.transposed(mixed, 0, 2, 1))
     return n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(normalized(n, x, kind), 56)), 48))
 
 
@@ -54,8 +49,8 @@ def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> Non
 
 def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
     """A norm of the result of a product over tokens."""
-    mixed = n.matmul(turned(n, n.matmul(n.input(3, tokens, 16), 48)), tokens)
-    return n.matmul(normalized(n, turned(n, mixed), kind), 24)
+    mixed = n.matmul(n.transposed(n.matmul(n.input(3, tokens, 16), 48), 0, 2, 1), tokens)
+    return n.matmul(normalized(n, n.transposed(mixed, 0, 2, 1), kind), 24)
 
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
@@ -71,7 +66,9 @@ def test_a_norm_of_rows_reads_them_as_rows() -> None:
     program = lowered(n.done(n.matmul(normalized(n, n.matmul(n.input(3, 20, 16), 48)), 24)))
     assert "its operand is not a stack of transposed matrices" in refused(program, "norm_of_across")
     n = Net()
-    program = lowered(n.done(normalized(n, turned(n, n.matmul(turned(n, n.input(3, 20, 48)), 20)))), "fp32")
+    program = lowered(
+        n.done(normalized(n, n.transposed(n.matmul(n.transposed(n.input(3, 20, 48), 0, 2, 1), 20), 0, 2, 1))), "fp32"
+    )
     assert "norm_of_across" not in tactics(program)
 
 
@@ -86,7 +83,7 @@ def test_a_norm_that_rows_read_is_not_turned() -> None:
     assert "no transposition is the only reader of its result" in refused(program, "norm_across")
     n = Net()
     x = n.matmul(n.input(3, 20, 16), 48)
-    program = lowered(n.done(n.op("Softmax", turned(n, normalized(n, x)))))
+    program = lowered(n.done(n.op("Softmax", n.transposed(normalized(n, x), 0, 2, 1))))
     assert "a reader of its transposed result is not a product of rows" in refused(program, "norm_across")
 
 

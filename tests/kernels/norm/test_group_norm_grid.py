@@ -62,7 +62,7 @@ def test_a_plan_for_one_gpu_runs_on_others_of_its_architecture(gpu: GpuFacts) ->
     least = min(other.multiprocessors for other in NAMED if other.arch == gpu.arch)
     found = gridded.candidates(replace(LARGE, batch=2), gpu, 99)
     assert found
-    assert max(gridded.blocks(replace(LARGE, batch=2), c) for c in found) <= least
+    assert max(c.blocks(replace(LARGE, batch=2)) for c in found) <= least
 
 
 def test_a_program_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,8 @@ from optdnn.ops.base import Stage
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs, LpNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import FP16, FP32, FP64
-
-
-def turned(n: Net, x: Value) -> Value:
-    return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
 
 
 def layer_norm(n: Net, x: Value) -> Value:
@@ -39,24 +34,20 @@ def rows_of(n: Net, *shape: int, name: str = "x") -> Value:
     return n.op("Softmax", n.input(*shape, name=name))
 
 
-def part(n: Net, x: Value, start: int, end: int, axis: int) -> Value:
-    return n.op("Slice", x, n.ints(start), n.ints(end), n.ints(axis))
-
-
 def normed_part(n: Net) -> Value:
     """Rows that begin between multiples of 16 bytes."""
-    return layer_norm(n, part(n, rows_of(n, 2, 6, 100), 3, 51, 2))
+    return layer_norm(n, n.sliced(rows_of(n, 2, 6, 100), 3, 51, 2))
 
 
 def apart_in_front_of_a_product(n: Net) -> list[Value]:
-    return [n.matmul(turned(n, layer_norm(n, part(n, rows_of(n, 3, 20, 96), 8, 56, 2))), 24)]
+    return [n.matmul(n.transposed(layer_norm(n, n.sliced(rows_of(n, 3, 20, 96), 8, 56, 2)), 0, 2, 1), 24)]
 
 
 def norm_of_a_sum_turned(n: Net, across: bool = False) -> list[Value]:
     """An output of the network is transposed, and the norm writes it so."""
-    other = turned(n, rows_of(n, 3, 48, 24, name="y")) if across else rows_of(n, 3, 24, 48, name="y")
+    other = n.transposed(rows_of(n, 3, 48, 24, name="y"), 0, 2, 1) if across else rows_of(n, 3, 24, 48, name="y")
     total = n.op("Add", rows_of(n, 3, 24, 48), other)
-    return [turned(n, layer_norm(n, total)), n.op("Tanh", total)]
+    return [n.transposed(layer_norm(n, total), 0, 2, 1), n.op("Tanh", total)]
 
 
 def modulated(n: Net, y: Value, images: int) -> list[Value]:
@@ -81,7 +72,7 @@ def of_two_types(n: Net, width: int) -> list[Value]:
 
 def half_of_channels(n: Net) -> list[Value]:
     x = n.conv(n.input(2, 8, 5, 6), 32)
-    other = part(n, n.conv(x, 64), 4, 36, 1)
+    other = n.sliced(n.conv(x, 64), 4, 36, 1)
     return [n.conv(n.op("Relu", n.op("Add", group_norm(n, n.conv(x, 32)), other)), 8)]
 
 
@@ -110,7 +101,12 @@ def many_rows(n: Net) -> list[Value]:
             "its results are not in contiguous rows",
         ),
         (norm_of_a_sum_turned, FP16, "add_norm", "its results are not contiguous and aligned, or types differ"),
-        (lambda n: [turned(n, rows_of(n, 3, 20, 48))], FP16, "rows_once", "of its result do not have a constant pitch"),
+        (
+            lambda n: [n.transposed(rows_of(n, 3, 20, 48), 0, 2, 1)],
+            FP16,
+            "rows_once",
+            "of its result do not have a constant pitch",
+        ),
         (lambda n: modulated(n, one_image(n), 2), FP32, "rows_modulated", "the normalized rows are repeated"),
         (lambda n: modulated(n, normed_part(n), 2), FP32, "rows_modulated", "its rows do not have a constant pitch"),
         (lambda n: [added(n, one_image(n))], FP32, "norm_add", "the normalized rows are repeated"),

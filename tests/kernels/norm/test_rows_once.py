@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import check_simulated, kinds, lowered, refusals
+from support.simulated import check_simulated, refusals, tactics
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel
-from optdnn.kernels.quantized.quantizer import quantizer_of
 from optdnn.ops import norm, softmax
-from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import PassContext
-from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
-from optdnn.runtime.program import Program
-from optdnn.types import FP32, INT8
-
-
-def chosen(program: Program, kind: str) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == kind]
-
-
-def reasons(program: Program, kind: str) -> str:
-    return "; ".join(refusals(program, kind=kind))
 
 
 @pytest.mark.parametrize("added", [(1,), (16,)])
@@ -51,8 +34,8 @@ def test_rows(kind: str, precision: str) -> None:
     z = n.op("RMSNormalization", n.op("Exp", y), n.positive(48))
     program = check_simulated(n.done(n.op(kind, n.matmul(z, 40))), precision)
     for one in ("LayerNormalization", "RMSNormalization"):
-        assert chosen(program, one) == ["rows_once"]
-    assert chosen(program, kind) == ["rows_activated" if "16" in precision else "rows_once"]  # it stores fp32
+        assert tactics(program, one) == ["rows_once"]
+    assert tactics(program, kind) == ["rows_activated" if "16" in precision else "rows_once"]  # it stores fp32
     for step in program.steps:
         parsed = parse(step, program)
         if program.kernels[parsed.launch.kernel].template == "rows.cu":
@@ -77,7 +60,7 @@ def activated(kind: str, activation: str, rows: int = 12) -> Graph:
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
 def test_activations_after_norms_of_rows(kind: str, activation: str, precision: str) -> None:
     program = check_simulated(activated(kind, activation), precision)
-    assert chosen(program, kind) == ["rows_activated"]
+    assert tactics(program, kind) == ["rows_activated"]
     assert [s.params["op"]["kind"] for s in program.steps].count("ActivatedNorm") == 1
 
 
@@ -88,7 +71,7 @@ def test_the_l2_norm_of_an_embedding_stores_fp32(length: int, tactic: str) -> No
     n = Net()
     y = n.op("LpNormalization", n.matmul(n.input(3, 32), length), attrs=norm.LpNormAttrs(-1, 2, 1e-12))
     program = check_simulated(n.done(y), "fp16")
-    assert chosen(program, "LpNormalization") == [tactic]
+    assert tactics(program, "LpNormalization") == [tactic]
     assert [s.params["op"]["kind"] for s in program.steps][-2:] == ["Conv", "ActivatedNorm"]
 
 
@@ -96,11 +79,11 @@ def test_other_l2_norms_of_rows() -> None:
     n = Net()
     y = n.op("LpNormalization", n.matmul(n.input(3, 32), 384), attrs=norm.LpNormAttrs(-1, 2, 0.0))
     program = check_simulated(n.done(n.matmul(y, 16)), "fp16")
-    assert chosen(program, "LpNormalization") == ["rows_once"]
+    assert tactics(program, "LpNormalization") == ["rows_once"]
     n = Net()
     y = n.op("LpNormalization", n.matmul(n.input(3, 32), 384), attrs=norm.LpNormAttrs(-1, 1, 0.0))
     program = check_simulated(n.done(n.matmul(y, 16)), "fp16")
-    assert "no L1 norms" in reasons(program, "LpNormalization")
+    assert "no L1 norms" in "; ".join(refusals(program, kind="LpNormalization"))
 
 
 DEVIATIONS = [(True, True), (True, False), (False, False)]
@@ -118,7 +101,7 @@ def deviations(about_mean: bool, centered: bool, length: int = 48) -> Graph:
 @pytest.mark.parametrize(("about_mean", "centered"), DEVIATIONS)
 def test_divisions_by_other_deviations(about_mean: bool, centered: bool, precision: str) -> None:
     program = check_simulated(deviations(about_mean, centered), precision)
-    assert chosen(program, "DeviationNormalization") == ["rows_once"]
+    assert tactics(program, "DeviationNormalization") == ["rows_once"]
 
 
 @pytest.mark.gpu
@@ -135,16 +118,16 @@ def test_deviations_over_several_axes_have_the_general_kernel() -> None:
     program = check_simulated(
         n.done(n.op("DeviationNormalization", n.input(3, 6, 8), n.random(6, 8), attrs=attrs)), "fp32"
     )
-    assert chosen(program, "DeviationNormalization") == ["rows"]
+    assert tactics(program, "DeviationNormalization") == ["rows"]
 
 
 def test_norms_without_an_activation_have_none() -> None:
     n = Net()
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))
     program = check_simulated(n.done(n.matmul(y, 16), n.op("Gelu", y)))
-    assert chosen(program, "RMSNormalization") == ["rows_once"]
-    assert "the only reader of its result is not an activation or a conversion to fp32" in reasons(
-        program, "RMSNormalization"
+    assert tactics(program, "RMSNormalization") == ["rows_once"]
+    assert "the only reader of its result is not an activation or a conversion to fp32" in refusals(
+        program, kind="RMSNormalization"
     )
 
 
@@ -200,10 +183,10 @@ def test_other_rows_run_elsewhere(case: int) -> None:
     graph, kind, reason = row_cases()[case]
     program = check_simulated(graph)
     apart = kind == "Softmax" and reason == "not along the last axis"
-    assert chosen(program, kind) == [
+    assert tactics(program, kind) == [
         "rows_flat" if kind == "LayerNormalization" else "rows_widened" if apart else "rows"
     ]
-    assert reason in reasons(program, kind)
+    assert any(reason in why for why in refusals(program, kind=kind))
 
 
 def cropped(kind: str) -> Graph:
@@ -217,7 +200,7 @@ def cropped(kind: str) -> Graph:
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization", "Softmax"])
 def test_rows_of_a_part_of_an_image(kind: str) -> None:
     program = check_simulated(cropped(kind))
-    assert chosen(program, kind) == ["rows_once"]
+    assert tactics(program, kind) == ["rows_once"]
 
 
 def test_rows_are_spread_over_their_axes() -> None:
@@ -255,7 +238,7 @@ def post_norm(kind: str = "LayerNormalization", windows: bool = False) -> Graph:
 def test_rows_are_padded_for_products(kind: str) -> None:
     """No launch copies rows for products."""
     program = check_simulated(post_norm(kind))
-    assert chosen(program, "Add").count("norm_add") == 2
+    assert tactics(program, "Add").count("norm_add") == 2
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert "Copy" not in kinds
     assert kinds.count("ActivatedNorm") == 2
@@ -280,34 +263,6 @@ def test_sums_and_their_norms_are_padded_alike() -> None:
     program = check_simulated(n.done(n.op("Add", n.matmul(y, NARROW), total)))
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "AddNorm"]
     assert [w[3] for w in step.params["writes"]] == [[40, 1], [40, 1]]
-
-
-def depthwise(channels: int = 16, **options: Any) -> Graph:
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, 12, 11), channels, 1, pads=0))
-    y = n.op("Clip", n.conv(x, channels, group=channels, bias=True, **options), 0.0, 1.5)
-    return n.done(n.conv(y, 8, 1, pads=0))
-
-
-@pytest.mark.parametrize("options", [{}, {"kernel": 5, "pads": 2, "strides": 2}, {"dilations": 2, "pads": 2}])
-def test_depthwise(options: dict[str, Any]) -> None:
-    program = check_simulated(depthwise(**options))
-    assert "depthwise_tiles" in chosen(program, "Conv")
-
-
-def test_other_depthwise_convolutions_run_elsewhere() -> None:
-    program = check_simulated(depthwise(10))
-    assert "depthwise" in chosen(program, "Conv")
-    assert "not a multiple of 4" in reasons(program, "Conv")
-
-
-def test_a_depthwise_convolution_adds_its_residual() -> None:
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, 9, 9), 16))
-    y = n.op("Relu", n.op("Add", n.conv(x, 16, group=16), x))
-    program = check_simulated(n.done(n.conv(y, 8, 1, pads=0)))
-    assert "depthwise_tiles" in chosen(program, "Conv")
-    assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]
 
 
 def test_few_rows_have_a_block_each() -> None:
@@ -366,107 +321,3 @@ def test_reductions_over_pixels_on_a_gpu(kind: str, size: int, precision: str) -
     check_on_a_gpu(
         n.done(n.op(kind, x, n.ints(2, 3)), n.op(kind, x, n.ints(1)), n.op(kind, x, n.ints(1, 2, 3))), precision
     )
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_softmax_rounds_in_its_launch(kept: bool) -> None:
-    """Attention with Q and DQ rounds its weights (AIMET, Quark). They are integers only if another launch reads the softmax, too."""
-    n = Net()
-    y = n.op("Softmax", n.matmul(n.input(8, 32), 64), attrs=softmax.SoftmaxAttrs(-1))
-    zero = n.const(0, np.int8)
-    q = n.op("QuantizeLinear", y, 1 / 127, zero, attrs=QuantizeAttrs(INT8))
-    back = n.op("DequantizeLinear", q, 1 / 127, zero, attrs=DequantizeAttrs(FP32))
-    values = n.op("Tanh", n.input(64, 16, name="values"))
-    program = check_simulated(
-        n.done(n.op("MatMul", back, values), *([n.matmul(y, 16)] if kept else [])), tolerance=2e-2
-    )
-    if kept:
-        assert chosen(program, "Softmax") == ["rows_quantized"]
-        (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
-        assert len(step.params["writes"]) == 2
-    else:
-        assert chosen(program, "Softmax") == ["rows_activated"]
-        assert kinds(program).count("ActivatedNorm") == 1
-        assert "Quantized" not in kinds(program)
-
-
-def test_a_softmax_stores_an_output_of_8_bits() -> None:
-    """The last operators of a TFLite classifier."""
-    n = Net()
-    y = n.op("Softmax", n.matmul(n.input(8, 32), 64), attrs=softmax.SoftmaxAttrs(-1))
-    graph = n.done(n.op("QuantizeLinear", y, 1 / 32, n.const(-128, np.int8), attrs=QuantizeAttrs(INT8)))
-    assert chosen(check_simulated(graph, tolerance=2e-2), "Softmax") == ["rows_quantized"]
-
-
-@pytest.mark.parametrize(
-    ("strides", "offset", "dense"), [((64, 1), 0, True), ((128, 1), 0, False), ((64, 1), 8, False)]
-)
-def test_places_of_8_bit_rows(strides: tuple[int, int], offset: int, dense: bool) -> None:
-    n = Net()
-    y = n.op("Softmax", n.input(8, 64), attrs=softmax.SoftmaxAttrs(-1))
-    graph = n.done(n.op("QuantizeLinear", y, 1 / 32, n.const(-128, np.int8), attrs=QuantizeAttrs(INT8)))
-    FoldQuantized()(graph, PassContext(target="cuda:sm_90a"))
-    (softmax_op,), (rounds,) = graph.of_kind("Softmax"), graph.of_kind("Pointwise")
-    b = Builder(graph, of_arch("sm_90a"))
-    assert quantizer_of(b, softmax_op.value, dense=True) is not None
-    b.reserved[rounds.value] = TensorView(0, offset, (8, 64), strides, INT8)
-    assert quantizer_of(b, softmax_op.value) is None
-    assert (quantizer_of(b, softmax_op.value, dense=True) is not None) is dense
-
-
-# ---- rows of several axes
-
-
-def flat(
-    shape: tuple[int, ...] = (3, 6, 48),
-    axis: int = 1,
-    *,
-    bias: bool = True,
-    scale: tuple[int, ...] = (),
-    cut: bool = False,
-) -> Graph:
-    """A norm over the axes from ``axis`` on. ``scale``: the shape of its scale, if it is another one. ``cut``: of a part of the columns."""
-    n = Net()
-    x = n.op("Tanh", n.input(*shape[:-1], shape[-1] * (2 if cut else 1)))
-    x = n.op("Slice", x, n.ints(0), n.ints(shape[-1]), n.ints(len(shape) - 1)) if cut else x
-    own = [n.positive(*(scale or shape[axis:])), *([n.random(*shape[axis:])] if bias else [])]
-    return n.done(n.op("LayerNormalization", x, *own, attrs=norm.LayerNormAttrs(axis, 1e-3)))
-
-
-FLAT = {
-    "two axes": flat(),
-    "all axes": flat(axis=0),
-    "three axes, without a bias": flat((2, 4, 3, 16), bias=False),
-    "short rows of odd lengths": flat((4, 3, 5)),
-    "a long row": flat((1, 96, 64)),
-}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", FLAT)
-def test_rows_of_several_axes(name: str, precision: str) -> None:
-    program = check_simulated(FLAT[name], precision)
-    (tactic,) = chosen(program, "LayerNormalization")
-    assert tactic == "rows_flat"
-
-
-@pytest.mark.parametrize(
-    ("graph", "reason"),
-    [
-        (flat(axis=2), "its rows are along the last axis alone"),
-        (flat(scale=(48,)), "its scale and bias do not have the shape of a row"),
-        (flat(cut=True), "its rows are not contiguous and aligned"),
-        (flat((2, 512, 512)), "rows of 262144 elements do not fit the registers of a block"),
-    ],
-    ids=["one axis", "a scale of one axis", "a part of the columns", "too long"],
-)
-def test_refusals_of_rows_of_several_axes(graph: Graph, reason: str) -> None:
-    program = lowered(graph, "fp32")
-    assert "rows_flat" not in chosen(program, "LayerNormalization")
-    assert reason in reasons(program, "LayerNormalization")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FLAT)
-def test_rows_of_several_axes_on_a_gpu(name: str) -> None:
-    checked_launches(FLAT[name], "fp16")

@@ -13,7 +13,8 @@ from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.packed import eight_bits
-from optdnn.kernels.packed.eight_bits import BytesProblem, PackedBytes
+from optdnn.kernels.packed.eight_bits import PackedBytes
+from optdnn.kernels.packed.product import UnpackedProblem
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -62,7 +63,7 @@ def test_every_configuration(name: str, config: str, monkeypatch: pytest.MonkeyP
     chosen = implicit_gemm.Config.read(config)
     assert chosen is not None
 
-    def one(problem: BytesProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    def one(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
         assert implicit_gemm.refuse(problem.product, chosen) is None
         return (Offer(chosen, 1e-6, row_invariant=True),)
 

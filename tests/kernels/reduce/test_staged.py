@@ -9,25 +9,19 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered, step_tactics
 from support.staged_cases import CASES, REFUSED, case
 from support.sweep import sweep
 
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.program import Program
-
-
-def tactics(program: Program) -> list[str]:
-    """The tactics of all steps."""
-    return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_meanings(name: str) -> None:
     """One launch computes and reduces, and its meaning gives the graph's values."""
-    found = tactics(check_simulated(case(name), "fp32", tolerance=2e-5))
+    found = step_tactics(check_simulated(case(name), "fp32", tolerance=2e-5))
     assert "reduce_staged" in found
     assert not {"reduce", "pointwise"}.intersection(found)
 

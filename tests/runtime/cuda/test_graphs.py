@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from optdnn.runtime.cuda import allocator
 from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.device import CudaError
 from optdnn.runtime.cuda.launches import graphs
@@ -29,7 +30,8 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         cuGraphDestroy=lambda graph: found.update([graph]),
         cuGraphExecDestroy=lambda graph: found.update([graph]),
     )
-    monkeypatch.setattr(graphs, "driver", lambda: driver)
+    for module in (allocator, graphs):
+        monkeypatch.setattr(module, "driver", lambda: driver)
     monkeypatch.setattr(graphs, "check", lambda call, result: result)
     return found
 
