@@ -1,6 +1,6 @@
 """Two successive products of few vectors in one launch: the gate of squeeze-and-excitation, or a small perceptron.
 
-The launch is emitted at the second one. The cost model (:meth:`GemvPair.defer`) predicts, or the autotuner measures, whether two
+The launch is emitted at the second one. The cost model (:meth:`VectorPair.defer`) predicts, or the autotuner measures, whether two
 launches are faster.
 """
 
@@ -113,7 +113,8 @@ class VectorPair(ConvPair):
     def problem(self, b: Builder, op: Op) -> pair.Problem:
         """The kernel's problem. If a convolution may store the sums of tiles, their number is a guess until it is planned."""
         first, out = self.first(b.graph, op), op.outputs[0].type
-        (hidden, depth), (channels, _) = (self.factors(b, x)[0].shape[:2] for x in (first, op))
+        types = b.graph.type(first.inputs[0]), first.outputs[0].type, out  # type: ignore[arg-type]
+        depth, hidden, channels = (t.static_shape[self.axis] for t in types)
         between, ep = self.epilogues(b, first, op)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
         images = math.prod(out.static_shape) // channels
@@ -204,9 +205,10 @@ class GemvPairRows(VectorPair):
                 return f"{product.name}: {why}"
             if multiplier(b.graph, product) is not None:
                 return f"another product of the same rows multiplies {product.name}"
-        if NormedGemm().refuse(b, first) is None:
+        why = super().unfit(b, op, first)
+        if why is None and NormedGemm().refuse(b, first) is None:
             return "the norm before it takes no launch of its own"
-        return super().unfit(b, op, first)
+        return why
 
     @staticmethod
     def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
