@@ -21,7 +21,6 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.fused import bias_row, conv_attrs
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, Kind, scalars
@@ -87,10 +86,10 @@ class VectorPair(ConvPair):
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Unmeasured, the cost model decides."""
-        problem, gpu = self.problem(b, op), fitted(b.gpu)
-        two = _apart(problem, gpu) + (FINISH if problem.tiles else 0.0)
-        return two_are_better(kernel_offers(pair, problem, gpu)[0].predicted, two, GAIN)
+        """Unmeasured, the cost model decides. If sums of tiles are to be added up, a further launch would take at least as long as
+        this one does for them."""
+        problem, gpu = replace(self.problem(b, op), pixels=0, tiles=0), fitted(b.gpu)
+        return two_are_better(kernel_offers(pair, problem, gpu)[0].predicted, _apart(problem, gpu), GAIN)
 
     def epilogues(self, b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
         """The stages after each product."""
