@@ -56,8 +56,8 @@ WITHIN = """g (int64 n, float[3] x) => (float[3] y) {
 
 def test_onnxruntimes_loops_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_MAX_LOOP_TRIPS", "50")
-    engine = optdnn.build(model(ENDLESS), target="cpu", threads=1)
-    assert engine.meta["tactic"]["library"] == "onnxruntime"  # openvino does not get it
+    engine = optdnn.build(model(ENDLESS), target="cpu", threads=1, tactics="onnxruntime")
+    assert [s.executor for s in engine.program.steps] == ["onnxruntime"]
     x, top = np.ones(3, F), np.array([100], F)
     feed = {"x": x, "top": top}
     for a, b in zip(engine.run(feed).values(), onnxruntime_run(model(ENDLESS), feed), strict=True):
