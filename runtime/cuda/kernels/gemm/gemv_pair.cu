@@ -1,22 +1,25 @@
-// Two products in sequence with a vector of each image: the gate of squeeze-and-excitation.
+// Two products in sequence with a vector of each image: the gate of squeeze-and-excitation, or a perceptron of few rows.
 //
 //   hidden[h] = round(between_one(sum_k first[h, k] x[k]))        out[c] = epilogue(sum_h second[c, h] hidden[h])
 //
 // ``blocks`` blocks take IMAGES images. Each block computes a share of the result. In a cluster it computes a share of the hidden vector and
-// of the means, too, and sends them to the other blocks; otherwise it computes both by itself. Weights are operand A of mma.sync, in registers. They
-// are loaded before the producer of the vectors has ended: no kernel writes weights. The columns of operand B are images. 16-bit operands,
-// fp32 sums in a fixed order.
+// of the means, too, and sends them to the other blocks; otherwise it computes both by itself. Weights are operand A of mma.sync, in
+// registers. They are loaded before the producer of the vectors has ended: no kernel writes weights. The columns of operand B are images.
+// 16-bit operands, fp32 sums in a fixed order.
 //
 // A product's K is walked in chunks of 32. Lane t of four takes the elements 8 t .. 8 t + 7 of a chunk, of weights and vectors alike.
 //
 // POOL: the vectors hold the means of images' channels, computed from the sums of the images' tiles, which the previous kernel has written.
 //
-// generated.cuh defines WARPS, IMAGES (a power of two, at most 8), CLUSTER (1: blocks exchange nothing), DEPTH (a multiple of 8), HIDDEN,
-// CHANNELS; ROWS and COLUMNS (rows of the hidden vector, and columns of the result, per block; multiples of 16); POOL, OWN (channels whose
-// means a block computes, a multiple of 8), LINES (threads that
-// add up the sums of a channel), FLOAT_RESULT (results are fp32) and AHEAD (loads that each has in flight); of the first product FIRST_PARTS (warps that share the K of a tile
-// of 16 rows) and FIRST_CHUNKS (most of a warp), of the second SECOND_PARTS, SECOND_CHUNKS and SECOND_TILES (most of a warp);
-// between_one(), epilogue() and multiply().
+// generated.cuh defines
+//   WARPS, IMAGES (a power of two, at most 8), CLUSTER (1: blocks exchange nothing)
+//   DEPTH (a multiple of 8), HIDDEN, CHANNELS, FLOAT_RESULT (results are fp32)
+//   ROWS, COLUMNS: rows of the hidden vector, and columns of the result, per block; multiples of 16
+//   FIRST_PARTS, SECOND_PARTS: warps that share the K of a tile of 16 rows
+//   FIRST_CHUNKS, SECOND_CHUNKS, SECOND_TILES: most chunks and tiles of a warp
+//   POOL, OWN (channels whose means a block computes, a multiple of 8), LINES (threads that add up the sums of a channel), AHEAD (loads
+//   that each has in flight)
+//   between_one(), epilogue() and multiply()
 #include "vectors.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -239,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     });
 #if CLUSTER > 1
     if (threadIdx.x == 0) barrier_expect(met, 2 * IMAGES * WHOLE);
-    if (!POOL) cluster_wait();                     // as above
+    if (!POOL) cluster_wait();                     // as in load_means()
 #endif
     __syncthreads();
     for (int begin = 0; begin < IMAGES * ROWS; begin += THREADS) {
