@@ -69,6 +69,19 @@ def test_a_mask_in_the_epilogue_of_a_product_works_in_fp16(added: str) -> None:
     np.testing.assert_allclose(got, m / m.sum(axis=1, keepdims=True), atol=1e-3)
 
 
+def test_rows_that_are_masked_as_a_whole_have_equal_weights_in_fp16() -> None:
+    """Restored values are at most 65504: infinities would become NaN in a softmax."""
+    feeds = {"x": np.zeros((4, 8), np.float32), "m": np.arange(32).reshape(4, 8) >= 8}
+    got = simulate(lowered(from_text(graph_of(QUANTIZED)), "fp16"), feeds)["y"]
+    np.testing.assert_allclose(got, np.full((4, 8), 1 / 8), atol=1e-3)
+
+
+def test_restored_values_saturate() -> None:
+    graph = from_text(graph_of(ROUND.format("x") + "t = Relu(d) s = Sub(t, t) y = Cast<to=1>(s)", 1000.0))
+    feeds = {"x": np.full((4, 8), 9e4, np.float32), "m": np.ones((4, 8), bool)}
+    assert not simulate(lowered(graph, "fp16"), feeds)["y"].any()
+
+
 def test_a_mask_whose_product_is_bounded_is_not_concerned() -> None:
     graph = from_text(
         graph_of("mask = Where(m, none, fill) s = Add(x, mask) t = Tanh(s) " + ROUND.format("t") + "y = Relu(d)")
