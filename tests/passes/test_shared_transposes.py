@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from test_canonicalize import CANON, transpose
+from test_canonicalize import CANON
 
 from optdnn.ir.graph import Graph
 
@@ -27,7 +27,7 @@ def network(
         "whole": lambda: n.input(2, 4, 4, 4, name="f"),
     }
     y = n.op("Mul", x, made[factor]())
-    a, b = transpose(n, x, *HEADS), transpose(n, y, *perm)
+    a, b = n.transposed(x, *HEADS), n.transposed(y, *perm)
     product = n.op("Add", a, b) if joined else n.op("MatMul", b, a)
     return n.done(product, *([n.op("Tanh", y)] if read else []))
 
