@@ -389,7 +389,9 @@ class _Assignment:
         """``value`` within the range of fp16."""
         if value not in self.bounded:
             out = self.graph.output(value)
-            ends = [self.graph.add_constant(np.array(sign * LARGEST[FP16], np.float32), "fp16_largest") for sign in (-1, 1)]
+            ends = [
+                self.graph.add_constant(np.array(sign * LARGEST[FP16], np.float32), "fp16_largest") for sign in (-1, 1)
+            ]
             clip = self.graph.add("Clip", [value, *ends], names=[f"{out.name}.bounded"], src=self.graph.op(value).src)
             self.bounded[value] = clip.value
         return self.bounded[value]
