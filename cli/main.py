@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 import warnings
+from shlex import quote
 from typing import Any
 
 import click
@@ -97,8 +98,8 @@ OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "tr
 def _for_a_file(name: str) -> str | None:
     """What to do with a model or an engine that stands in the place of a command."""
     for ending, command in ((".onnx", "build"), (".engine", "run")):
-        if name.endswith(ending):
-            return f"did you mean optdnn {command} {name}?"
+        if name.lower().endswith(ending):
+            return f"did you mean optdnn {command} {quote(name)}?"
     return None
 
 

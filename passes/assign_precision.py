@@ -43,6 +43,7 @@ from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.exponents import exponents
+from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
@@ -230,6 +231,8 @@ class _Assignment:
         """The values that were fp32 before the pass: it may narrow them."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
         """(value, type) -> the value converted to the type."""
+        self.bounded: dict[Value, Value] = {}
+        """value -> the value within the range of fp16."""
         self.decisions = decisions(graph)
         self.guarded = guarded
         self.sized = sized
@@ -363,15 +366,35 @@ class _Assignment:
         """``value`` as ``op`` reads it: converted to ``dtype`` if it was fp32 before the pass, else unchanged."""
         if value not in self.wide or self.graph.type(value).dtype == dtype:
             return value
+        array, producer = self.graph.constant_value(value), self.graph.op(value)
+        # Products read the integers behind it. The results of pointwise operators saturate in registers.
+        bounded = (
+            dtype == FP16
+            and value.op in self.guarded.saturates
+            and op.kind not in ANCHORS
+            and not is_pointwise(producer)
+        )
+        if bounded:
+            value = self._bounded(value)
         item = (value, dtype)
         if item not in self.narrowed:
-            array, producer = self.graph.constant_value(value), self.graph.op(value)
             if array is not None:
                 rounded = self._rounded(array, producer, dtype)
                 self.narrowed[item] = self.graph.add_constant(rounded, producer.outputs[0].name, producer.src)
             else:
                 self.narrowed[item] = self._cast(value, dtype, op.src)
         return self.narrowed[item]
+
+    def _bounded(self, value: Value) -> Value:
+        """``value`` within the range of fp16."""
+        if value not in self.bounded:
+            out = self.graph.output(value)
+            ends = [
+                self.graph.add_constant(np.array(sign * LARGEST[FP16], np.float32), "fp16_largest") for sign in (-1, 1)
+            ]
+            clip = self.graph.add("Clip", [value, *ends], names=[f"{out.name}.bounded"], src=self.graph.op(value).src)
+            self.bounded[value] = clip.value
+        return self.bounded[value]
 
     def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
         coming = self.coming.get((id(array), dtype))

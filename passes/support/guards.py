@@ -34,14 +34,17 @@ REDUCES = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
 StageId = tuple[int, int]
 """The id of an op and the number of one of its pointwise stages (0 for an op without stages)."""
 
+Argument = Array | StageId | None
+"""A constant, the id of a stage, or nothing."""
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One pointwise stage, or a whole op without stages. ``args`` are constants, ids of other stages, or None."""
+    """One pointwise stage, or a whole op without stages."""
 
     op: Op
     kind: str
-    args: tuple[Array | StageId | None, ...]
+    args: tuple[Argument, ...]
 
 
 @dataclass
@@ -178,7 +181,7 @@ def nodes(graph: Graph) -> Iterator[tuple[StageId, Stage]]:
         last[op.value] = (op.id, len(steps) - 1)
 
 
-def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, StageId]) -> Array | StageId | None:
+def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, StageId]) -> Argument:
     if a is None or isinstance(a, int):
         return None if a is None else (op.id, a)
     array = graph.constant_value(a)

@@ -11,7 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph
 from optdnn.passes.support.facts import is_pointwise
-from optdnn.passes.support.guards import Guards, Stage, StageId, moves, nodes
+from optdnn.passes.support.guards import Argument, Guards, Stage, StageId, moves, nodes
 from optdnn.passes.support.overflows import BOUNDS
 from optdnn.passes.support.precision_report import FP16_LARGEST
 
@@ -23,7 +23,7 @@ def large_scales(graph: Graph) -> Guards:
     """The operators that compute, round or restore values whose scale is too large for fp16. Restored values saturate."""
     stages = dict(nodes(graph))
     scales = {
-        step: _largest(stage, 1)
+        step: _largest(stage.args[1])
         for step, stage in stages.items()
         if stage.kind in ("DequantizeLinear", "QuantizeLinear")
     }
@@ -39,20 +39,26 @@ def large_scales(graph: Graph) -> Guards:
         if step in scales and stage.kind == "QuantizeLinear":
             for i in _sources(reads, stages, large):
                 found.setdefault(i, "it computes a value whose scale is too large for fp16")
-        elif reads and _carries(stage):
+        elif any(a in reads for a in _carried(stage) if isinstance(a, tuple)):
             large.add(step)
     return Guards(found, {stages[i].op.id for i in scales if stages[i].kind == "DequantizeLinear"})
 
 
 def _filled(stages: dict[StageId, Stage]) -> set[StageId]:
     """The stages that put a large constant into their results."""
-    carrying = {i: s for i, s in stages.items() if _carries(s)}
-    return {i for i, s in carrying.items() if any(_largest(s, slot) > FP16_LARGEST for slot in range(len(s.args)))}
+    return {i for i, s in stages.items() if any(_largest(a) > FP16_LARGEST for a in _carried(s))}
 
 
-def _carries(stage: Stage) -> bool:
-    """Whether its result may be as large as its operands."""
-    return stage.kind not in {*BOUNDS, "QuantizeLinear"} and (is_pointwise(stage.op) or moves(stage))
+def _carried(stage: Stage) -> tuple[Argument, ...]:
+    """The operands that its result may be as large as. A product's result may be as large as what its epilogue adds."""
+    if stage.kind in {*BOUNDS, "QuantizeLinear"}:
+        return ()
+    if is_pointwise(stage.op) or moves(stage):
+        return stage.args
+    epilogue = getattr(stage.op.attrs, "epilogue", ())
+    if not epilogue or any(s.kind in BOUNDS for s in epilogue):
+        return ()
+    return stage.args[stage.op.definition.arity :]
 
 
 def _sources(reads: list[StageId], stages: dict[StageId, Stage], large: set[StageId]) -> set[int]:
@@ -66,9 +72,8 @@ def _sources(reads: list[StageId], stages: dict[StageId, Stage], large: set[Stag
     return {stages[s].op.id for s in seen}
 
 
-def _largest(stage: Stage, slot: int) -> float:
+def _largest(a: Argument) -> float:
     """The largest finite magnitude of a constant operand of floats; 0 if it is none."""
-    a = stage.args[slot] if slot < len(stage.args) else None
     if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
         return 0.0
     size = np.abs(a)

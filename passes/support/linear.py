@@ -154,6 +154,8 @@ class Linear:
             return f"{self.op.name} adds a different number of terms near the border"
         if self.bias_unknown:
             return f"the bias of {self.op.name} is not constant"
+        if self.op.kind == "MatMul" and self.weight.ndim > 2:
+            return f"{self.op.name} has a stack of matrices, and the shift would differ between them"
         if a.epilogue and self.op.kind == "MatMul":
             return f"{self.op.name} already has the epilogue {a.epilogue[-1].kind}"
         return None

@@ -66,6 +66,7 @@ def test_check_offers_only_what_it_uses() -> None:
         (["benchmark"], "did you mean 'bench'?"),
         (["m.onnx"], "did you mean optdnn build m.onnx?"),
         (["m.engine"], "did you mean optdnn run m.engine?"),
+        (["my model.ONNX"], "did you mean optdnn build 'my model.ONNX'?"),
         (["bench", "--loops", "3", "e"], "Did you mean '--iterations'?"),
         (["build", "--precison", "int8", "m.onnx"], "'--precision'"),
         (["run", "--out", "y.npz", "e"], "Did you mean '--output'?"),

@@ -98,6 +98,20 @@ def test_refused_before_a_padded_convolution() -> None:
     check_refused(FUSE, n.done(y), because="pads with zeros")
 
 
+@pytest.mark.parametrize("matrices", [1, 3])
+def test_a_shift_is_refused_before_a_stack_of_matrices(matrices: int) -> None:
+    n = Net()
+    w = n.random(matrices, 4, 5)
+    y = n.op("MatMul", n.op("Add", n.input(3, 6, 4), n.random(4)), w, attrs=MatMulAttrs())
+    check_refused(FUSE, n.done(y), because="has a stack of matrices", rule="scale_shift_conv")
+
+
+def test_a_scale_goes_into_each_of_a_stack_of_matrices() -> None:
+    n = Net()
+    y = n.op("MatMul", n.op("Mul", n.input(3, 6, 4), n.random(4)), n.random(3, 4, 5), attrs=MatMulAttrs())
+    check_pass(FUSE, n.done(y), changes=1, kinds={"MatMul": 1})
+
+
 def test_refused_before_a_transposed_convolution() -> None:
     n = Net()
     check_refused(FUSE, n.done(n.conv_transpose(n.bn(n.input(2, 3, 6, 6)), 4)), because="near the border")

@@ -47,6 +47,48 @@ def test_the_largest_integer_decides(scale: float, found: bool) -> None:
     assert bool(guards.saturates) == found
 
 
+@pytest.mark.parametrize("added", ["mask", "d"])
+def test_a_mask_in_the_epilogue_of_a_product_works_in_fp16(added: str) -> None:
+    """The scores of an attention, whose product adds the mask."""
+    mask = "nm = Cast<to=1>(m) n = Sub(one, nm) mask = Mul(n, fill) "
+    body = "w = Transpose<perm=[1, 0]>(k) a = MatMul(x, w) "
+    body += mask + (ROUND.format("mask") if added == "d" else "") + f"s = Add(a, {added}) "
+    body += "r = QuantizeLinear(s, large, zero) t = DequantizeLinear(r, large, zero) y = Softmax(t)"
+    text = (
+        graph_of(body, 7.9e6, -1e9)
+        .replace("bool[4,8] m)", "bool[4,8] m, float[8,8] k)")
+        .replace("float none", "float one = {1}, float none")
+    )
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((4, 8)), "k": rng.standard_normal((8, 8))}
+    m = rng.random((4, 8)) < 0.7
+    m[:, 0] = True
+    got = simulate(lowered(from_text(text), "fp16"), {**{k: v.astype(np.float32) for k, v in feeds.items()}, "m": m})[
+        "y"
+    ]
+    np.testing.assert_allclose(got, m / m.sum(axis=1, keepdims=True), atol=1e-3)
+
+
+def test_rows_that_are_masked_as_a_whole_have_equal_weights_in_fp16() -> None:
+    """Restored values are at most 65504: infinities would become NaN in a softmax."""
+    feeds = {"x": np.zeros((4, 8), np.float32), "m": np.arange(32).reshape(4, 8) >= 8}
+    got = simulate(lowered(from_text(graph_of(QUANTIZED)), "fp16"), feeds)["y"]
+    np.testing.assert_allclose(got, np.full((4, 8), 1 / 8), atol=1e-3)
+
+
+def test_restored_values_saturate() -> None:
+    graph = from_text(graph_of(ROUND.format("x") + "t = Relu(d) s = Sub(t, t) y = Cast<to=1>(s)", 1000.0))
+    feeds = {"x": np.full((4, 8), 9e4, np.float32), "m": np.ones((4, 8), bool)}
+    assert not simulate(lowered(graph, "fp16"), feeds)["y"].any()
+
+
+def test_a_mask_whose_product_is_bounded_is_not_concerned() -> None:
+    graph = from_text(
+        graph_of("mask = Where(m, none, fill) s = Add(x, mask) t = Tanh(s) " + ROUND.format("t") + "y = Relu(d)")
+    )
+    assert {graph.op(i).outputs[0].name for i in large_scales(graph).reasons} == {"q", "d"}
+
+
 def test_a_quantized_mask_works_in_fp16() -> None:
     rng = np.random.default_rng(0)
     feeds = {"x": rng.standard_normal((4, 8)).astype(np.float32), "m": rng.random((4, 8)) < 0.7}

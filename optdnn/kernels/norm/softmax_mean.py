@@ -17,6 +17,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import TakesBefore
+from optdnn.ops.gemm import GemmAttrs
 from optdnn.types import BF16, FP16, FP32, normalize_axis
 
 THREADS = 128
@@ -39,6 +40,8 @@ class SoftmaxMean(TakesBefore):
         weights, shape = b.graph.constant_value(op.inputs[1]), b.graph.type(value).static_shape
         if weights is None or weights.shape != (shape[-1], 1) or op.attrs.prologue or op.attrs.epilogue:
             return "it is no product with one constant vector, without stages"
+        if op.kind == "Gemm" and (op.attrs != GemmAttrs() or op.input(2) is not None):
+            return "the product is also scaled, transposed or added to"
         if normalize_axis(softmax.attrs.axis, len(shape)) != len(shape) - 1:
             return "the softmax is not along the last axis"
         if value in b.reserved or b.graph.sole_user(value) is None:

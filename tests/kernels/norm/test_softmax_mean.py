@@ -31,6 +31,13 @@ def means(size: int = 16, *, turned: bool = True, columns: int = 1, axis: int = 
     return n.done(n.op("MatMul", y, n.random(size, columns)))
 
 
+def gemm(**attrs: Any) -> Graph:
+    """A Gemm with one column behind a softmax of rows."""
+    n = Net()
+    square = 1 if attrs.get("trans_b") else 16
+    return n.done(n.gemm(n.op("Softmax", n.input(16, square), attrs=SoftmaxAttrs(-1)), 1, **attrs))
+
+
 CASES = {
     "rows of positions": means(turned=False),
     "sides apart": means(),
@@ -72,6 +79,8 @@ def test_rows_of_large_numbers() -> None:
         (lambda: means(65), "a thread cannot hold a row of 65 elements"),
         (lambda: means(columns=2), "it is no product with one constant vector, without stages"),
         (lambda: means(axis=1), "the softmax is not along the last axis"),
+        (gemm, "the product is also scaled, transposed or added to"),
+        (lambda: gemm(bias=False, trans_b=True), "the product is also scaled, transposed or added to"),
     ],
 )
 def test_other_products_are_refused(graph: Any, because: str) -> None:
