@@ -160,6 +160,17 @@ def unknown_bias(n: Net) -> list[Value]:
     return [n.op("Conv", y, n.random(24, 16, 1, 1), n.input(24, name="b"), attrs=n.graph.op(y).attrs)]
 
 
+def normed(n: Net) -> list[Value]:
+    x = n.gemm(n.op("Tanh", n.input(128, 64)), 512)
+    x = n.op("LayerNormalization", x, n.random(512), n.random(512))
+    return [n.gemm(n.op("Relu", n.gemm(x, 64)), 64)]
+
+
+def gated(n: Net) -> list[Value]:
+    x = n.input(4, 64)
+    return [n.gemm(n.op("Mul", n.op("Swish", n.gemm(x, 64)), n.gemm(x, 64)), 64)]
+
+
 REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "images": (images, "not a 1x1 convolution of one pixel"),
     "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of a 1x1 convolution of one pixel"),
@@ -174,6 +185,22 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
         "chunks of weights are too many",
     ),
     "a bias": (unknown_bias, "a bias is not constant"),
+    "rows: a computed matrix": (
+        lambda n: [n.op("MatMul", n.gemm(n.input(4, 64), 64), n.input(64, 8, name="w"))],
+        "with constant weights",
+    ),
+    "rows: a transposed operand": (
+        lambda n: [n.gemm(n.op("Gemm", n.input(64, 4), n.random(64, 16), attrs=GemmAttrs(transA=1)), 8)],
+        "its first operand is transposed",
+    ),
+    "rows: one alone": (lambda n: [n.gemm(n.input(4, 64), 64)], "not the result of a matrix product"),
+    "rows: an addition": (
+        lambda n: [n.op("Add", n.gemm(n.gemm(n.input(4, 64), 64), 64), n.input(4, 64, name="z"))],
+        "more than an activation",
+    ),
+    "rows: odd sizes": (lambda n: [n.gemm(n.gemm(n.input(4, 63), 64), 64)], "vectors of 63 elements"),
+    "rows: a norm": (normed, "the norm before it takes no launch"),
+    "rows: gated": (gated, "another product of the same rows multiplies"),
 }
 
 
@@ -181,44 +208,6 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
     build, reason = REFUSED[name]
-    check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
-
-
-def normed(n: Net) -> list[Value]:
-    x = n.gemm(n.op("Tanh", n.input(128, 64)), 512)
-    x = n.op("LayerNormalization", x, n.random(512), n.random(512))
-    return [n.gemm(n.op("Relu", n.gemm(x, 64)), 64)]
-
-
-def gated(n: Net) -> list[Value]:
-    x = n.input(4, 64)
-    return [n.gemm(n.op("Mul", n.op("Swish", n.gemm(x, 64)), n.gemm(x, 64)), 64)]
-
-
-REFUSED_ROWS: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
-    "a computed matrix": (
-        lambda n: [n.op("MatMul", n.gemm(n.input(4, 64), 64), n.input(64, 8, name="w"))],
-        "with constant weights",
-    ),
-    "a transposed operand": (
-        lambda n: [n.gemm(n.op("Gemm", n.input(64, 4), n.random(64, 16), attrs=GemmAttrs(transA=1)), 8)],
-        "its first operand is transposed",
-    ),
-    "one alone": (lambda n: [n.gemm(n.input(4, 64), 64)], "not the result of a matrix product"),
-    "an addition": (
-        lambda n: [n.op("Add", n.gemm(n.gemm(n.input(4, 64), 64), 64), n.input(4, 64, name="z"))],
-        "more than an activation",
-    ),
-    "odd sizes": (lambda n: [n.gemm(n.gemm(n.input(4, 63), 64), 64)], "vectors of 63 elements"),
-    "a norm": (normed, "the norm before it takes no launch"),
-    "gated": (gated, "another product of the same rows multiplies"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_ROWS)
-@pytest.mark.usefixtures("chosen")
-def test_products_of_rows_are_refused_with_their_reason(name: str) -> None:
-    build, reason = REFUSED_ROWS[name]
     check_not_taken(built(build), "gemv_pair_sm90", reason, "SeparableConv")
 
 
