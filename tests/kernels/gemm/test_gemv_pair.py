@@ -251,6 +251,15 @@ def test_refusals(problem: pair.Problem, config: pair.Config, reason: str) -> No
     assert [pair.estimate(P, c, HOPPER) for c in found] == sorted(pair.estimate(P, c, HOPPER) for c in found)
 
 
+def test_terms_of_equal_size_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, config = replace(P, depth=512, tiles=2), pair.Config(2, cluster=True)
+    before = pair.estimate(problem, config, HOPPER)
+    changes = {name: 1.0 - getattr(pair, name) for name in ("MEET_S", "CLUSTER_S", "MEANS_S", "SIXTEEN_S")}
+    for name in changes:
+        monkeypatch.setattr(pair, name, 1.0)
+    assert pair.estimate(problem, config, HOPPER) - before == pytest.approx(sum(changes.values()))
+
+
 @pytest.mark.parametrize(
     ("rows", "depth", "warps", "parts"),
     [
