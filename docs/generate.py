@@ -115,7 +115,8 @@ def command_line() -> str:
                 others.setdefault(first, []).append(f"`{p.opts[0]}`")
         text = inspect.cleandoc(command.help or "").replace("\b\n", "")
         parts = [f"## {name}", f"```text\n{usage}\n```", text, *([table(["option", "meaning"], own)] if own else [])]
-        parts += [f"As for [{n}](#{n.replace(' ', '-')}): {', '.join(names)}." for n, names in others.items()]
+        alike = (f"As for [{n}](#{n.replace(' ', '-')}): {', '.join(names)}." for n, names in others.items())
+        parts += [textwrap.fill(line, 130, break_long_words=False, break_on_hyphens=False) for line in alike]
         found.append("\n\n".join(parts))
     return "\n\n".join(found)
 

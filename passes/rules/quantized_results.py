@@ -96,7 +96,7 @@ def _key(graph: Graph, op: Op) -> tuple[object, ...]:
 
 
 def _but_factor(stages: tuple[render.Stage, ...]) -> tuple[render.Stage, ...]:
-    """The stages without the factor that the scale of the result is."""
+    """The stages without the last factor, which holds the scale of the result."""
     return stages[:-1] if stages and stages[-1][0] == "mul_const" else stages
 
 

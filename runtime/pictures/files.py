@@ -19,7 +19,7 @@ from optdnn.types import Array
 SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2", ".j2k", ".ico", ".tga"}
 )
-"""Endings by which the files of folders, and inputs on the command line, are known as pictures."""
+"""Endings of pictures, in folders and on the command line."""
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
 """Pillow's formats that are read, whatever the file's name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes

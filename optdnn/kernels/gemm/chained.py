@@ -11,9 +11,8 @@ from optdnn.kernels.conv.chained import ChainedProducts
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal, rows_of
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.kernels.gemm.paired import multiplier
+from optdnn.kernels.gemm.row_norms import PRODUCTS
 from optdnn.types import Array
-
-_PRODUCTS = ("MatMul", "Gemm")
 
 
 class ChainedGemm(ChainedProducts):
@@ -23,7 +22,7 @@ class ChainedGemm(ChainedProducts):
 
     @staticmethod
     def behind(graph: Graph, op: Op) -> Op | None:
-        readers = [u for u in graph.users(op.value) if u.kind in _PRODUCTS and u.inputs[0] == op.value]
+        readers = [u for u in graph.users(op.value) if u.kind in PRODUCTS and u.inputs[0] == op.value]
         return readers[0] if len(readers) == 1 else None
 
     def unfit(self, b: Builder, op: Op, second: Op) -> str | None:

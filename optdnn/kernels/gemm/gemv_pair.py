@@ -29,6 +29,7 @@ from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal, rows_of
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.kernels.gemm.paired import multiplier
+from optdnn.kernels.gemm.row_norms import PRODUCTS
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Offer, kernel_offers
@@ -62,7 +63,7 @@ class VectorPair(ConvPair):
     """The axis of the channels."""
     wide = True
     row_invariant: ClassVar[bool] = False
-    """More images run by other tactics, which sum in another order."""
+    """Other numbers of images take other configurations or tactics, which sum in another order."""
 
     @staticmethod
     @abstractmethod
@@ -117,8 +118,9 @@ class VectorPair(ConvPair):
         between, ep = self.epilogues(b, first, op)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
         images = math.prod(out.static_shape) // channels
-        tiles = _likely_tiles(b, first, images)
-        pixels = _pixels(b, first) if tiles else 0
+        pool = _means(b.graph, first)
+        tiles = 0 if pool is None else _likely_tiles(b.graph, pool, images)
+        pixels = _pixels(b.graph, pool) if pool is not None and tiles else 0
         dtype, result = map_dtype(first.outputs[0].type.dtype), map_dtype(out.dtype)
         return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype, pixels, tiles, result)
 
@@ -126,45 +128,43 @@ class VectorPair(ConvPair):
         """The configurations. Each one sums in the same order for any number of images."""
         return kernel_offers(pair, self.problem(b, op), b.gpu)
 
-    def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
-        """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
-        first = self.first(b.graph, op)
-        pool = _means(b.graph, first)
+    def summed(
+        self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config
+    ) -> tuple[TensorView, pair.Problem] | None:
+        """The sums of tiles from which the launch computes the means, and its problem; None if there are no sums, or the kernel
+        cannot take them."""
+        pool = _means(b.graph, self.first(b.graph, op))
         found = None if pool is None else b.sums.get(pool.value)
-        if found is None:
+        if pool is None or found is None:
             return None
-        whole = _of_sums(b, first, problem, found)
-        return None if pair.refuse(whole, config, shared=b.gpu.shared_per_block) is not None else found
+        whole = replace(problem, pixels=_pixels(b.graph, pool), tiles=found.shape[1])
+        return None if pair.refuse(whole, config, shared=b.gpu.shared_per_block) is not None else (found, whole)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         first, problem = self.first(b.graph, op), self.problem(b, op)
-        sums, out = self.sums(b, op, problem, config), self.vectors(b.target(op.value))
+        summed, out = self.summed(b, op, problem, config), self.vectors(b.target(op.value))
         assert out is not None
-        if sums is not None:
-            x, problem = sums, _of_sums(b, first, problem, sums)
-        else:
-            x, problem = self.source(b, op), replace(problem, pixels=0, tiles=0)
+        x, problem = summed or (self.source(b, op), replace(problem, pixels=0, tiles=0))
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
         attrs: dict[str, Any] = {"through": problem.dtype}
         for name, product, stages in zip(("first", "second"), (first, op), self.epilogues(b, first, op), strict=True):
             weight, added = self.factors(b, product)
-            rows, depth = weight.shape[:2]
-            shape = (rows, up(depth, 8))
-            dense = b.kept.once(("gemv_pair", shape), [weight], partial(_filled, weight, shape))
+            (rows, depth), columns = weight.shape, up(weight.shape[1], 8)
+            dense = b.kept.once(("gemv_pair", columns), [weight], partial(_filled, weight, columns))
             operands[name] = b.constant(dense, f"{product.outputs[0].name}.weights")
             bias = operands[f"{name}_bias"] = bias_row(b, product, stages.added_to(added), rows)
             if name == "second":
                 attrs["operands"] = len(reads)
-            reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
+            reads += [operands[name].view((rows, depth, 1, 1), (columns, 1, 1, 1)), bias.view((rows,), (1,))]
             reads += scalars(b, stages)
             held = conv_attrs(conv_maps.POINTWISE, 1, stages.stages)
             attrs |= {f"{name}_{k}": v for k, v in held.items()}
-        if sums is not None:
-            attrs["pixels"] = problem.pixels
-        made = pair.launch(problem, config, b.gpu, _pitch(x) if sums is None else problem.depth, _pitch(out))
-        kind, covers = "SeparableConv" if sums is None else "ExcitationGate", self.region(b, op).src
-        b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
+        kind, pitch = "SeparableConv", _pitch(x)
+        if summed is not None:
+            kind, pitch, attrs["pixels"] = "ExcitationGate", problem.depth, problem.pixels
+        made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
+        b.emit(replace(op, src=self.region(b, op).src), made, operands, kind, attrs, reads, [out])
 
 
 class GemvPair(VectorPair):
@@ -183,7 +183,7 @@ class GemvPair(VectorPair):
 
 
 def _is_row_product(graph: Graph, op: Op) -> bool:
-    if op.kind not in ("MatMul", "Gemm") or not op.outputs[0].type.is_static:
+    if op.kind not in PRODUCTS or not op.outputs[0].type.is_static:
         return False
     weight = graph.constant_value(op.inputs[1])
     return weight is not None and weight.ndim == 2
@@ -241,22 +241,15 @@ def _keeps_vectors(graph: Graph, op: Op) -> bool:
     return moved == sorted(moved)
 
 
-def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
-    """The problem with means computed from the sums of an image's tiles."""
-    return replace(problem, pixels=_pixels(b, first), tiles=sums.shape[1])
+def _pixels(graph: Graph, pool: Op) -> int:
+    """Pixels of an image that is averaged."""
+    return math.prod(graph.type(pool.inputs[0]).static_shape[2:])  # type: ignore[arg-type]
 
 
-def _pixels(b: Builder, first: Op) -> int:
-    """Pixels of an image whose means the first product reads."""
-    image = _means(b.graph, first).inputs[0]  # type: ignore[union-attr]
-    return math.prod(b.graph.type(image).static_shape[2:])  # type: ignore[arg-type]
-
-
-def _filled(weight: Array, shape: tuple[int, int]) -> Array:
-    """The matrix of a 1x1 convolution, padded with zeros to ``shape``."""
-    rows, depth = weight.shape[:2]
-    made = np.zeros(shape, weight.dtype)
-    made[:rows, :depth] = weight.reshape(rows, depth)
+def _filled(weight: Array, columns: int) -> Array:
+    """The matrix, padded with zeros to so many columns."""
+    made = np.zeros((len(weight), columns), weight.dtype)
+    made[:, : weight.shape[1]] = weight
     return made
 
 
@@ -271,16 +264,15 @@ def adds_sums(b: Builder, pool: Op) -> bool:
     return any(g.find_first(b.graph, op) == first and g.refuse(b, op) is None and g.defer(b, op) is None for g in GATES)
 
 
-def _likely_tiles(b: Builder, first: Op, images: int) -> int:
-    """The likely number of tiles whose sums a convolution stores, of an image whose means the first product reads. 0: it stores means.
+def _likely_tiles(graph: Graph, pool: Op, images: int) -> int:
+    """The likely number of tiles whose sums a convolution stores, of an image that is averaged. 0: it stores means.
 
     Tiles of a grouped convolution have about 32 pixels. Those of a depthwise convolution have 6 to 64, as many as give a GPU about
     220 blocks of 64 channels."""
-    pool = _means(b.graph, first)
-    source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
-    if source is None or source.kind != "Conv" or source.attrs.group == 1:
+    source = graph.op(pool.inputs[0])  # type: ignore[arg-type]
+    if source.kind != "Conv" or source.attrs.group == 1:
         return 0
-    channels, pixels = source.outputs[0].type.static_shape[1], _pixels(b, first)
+    channels, pixels = source.outputs[0].type.static_shape[1], _pixels(graph, pool)
     each = 32.0 if source.attrs.group < channels else min(64.0, max(6.0, pixels * channels * images / (220 * 64)))
     tiles = round(pixels / each)
     return tiles if tiles > 1 else 0

@@ -275,7 +275,7 @@ def test_warps_share_a_tile_if_it_has_many_chunks(rows: int, depth: int, warps: 
 
 
 def computed(problem: pair.Problem, config: pair.Config, x: Array, vectors: Array, folder: Path) -> tuple[Array, Array]:
-    """The launch's result on a processor for random weights, with eight more columns of sevens, and what it should be."""
+    """The launch's result on a processor for random weights, with eight more columns of sevens, and the expected one."""
     rng, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
     depth, hidden, channels, images = problem.depth, problem.hidden, problem.channels, problem.images
     made = pair.launch(problem, config, HOPPER, x.shape[-1], channels + 8)
