@@ -188,6 +188,19 @@ class TurnedHeadsAttrs(HeldAttrs):
     parts: int = 1
 
 
+@dataclass(frozen=True)
+class WeightsInPartsAttrs(HeldAttrs):
+    """The operator ``of`` with its attributes ``own``. Each operand of ``at`` is a sum of two parts of 16 bits, times a factor for each of
+    its rows. The second parts and the factors follow the operands, in the order of ``at``.
+
+    The axis after the rows has ``counts`` channels, one count for each operand, padded to whole blocks. ``order``: the place in its block
+    of each channel."""
+
+    at: tuple[int, ...]
+    counts: tuple[int, ...]
+    order: tuple[int, ...]
+
+
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
@@ -306,6 +319,16 @@ def _infer_turned_heads(call: Call) -> Result:
     return Result((y,))
 
 
+def _infer_weights_in_parts(call: Call) -> Result:
+    a: WeightsInPartsAttrs = call.attrs
+    reads = list(call.types[: len(call.types) - 2 * len(a.at)])
+    for i, k in enumerate(a.at):
+        axis, dims = len(call.type(len(reads) + 2 * i + 1).dims), list(call.type(k).dims)
+        dims[axis] = a.counts[i]
+        reads[k] = TensorType(FP32, tuple(dims))
+    return Result(infer_as(call, a.of, a.own, reads).types)
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -333,5 +356,6 @@ DEFS: tuple[OpDef, ...] = (
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
     region("TurnedHeads", _infer_turned_heads, TurnedHeadsAttrs, tol=STEPS_TOL),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=STEPS_TOL),
+    region("WeightsInParts", _infer_weights_in_parts, WeightsInPartsAttrs, tol=STEPS_TOL),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

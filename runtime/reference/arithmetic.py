@@ -165,6 +165,9 @@ PRODUCTS: dict[str, Products] = {
     "StackedRNN": _stacked_rnn,
     "TiledPackedMatMul": _matmul,
     "TurnedHeads": lambda shapes, out, attrs: products_of(attrs["of"], shapes[:-1], out, attrs),
+    "WeightsInParts": lambda shapes, out, attrs: products_of(
+        attrs["of"], shapes[: len(shapes) - 2 * len(attrs["at"])], out, attrs
+    ),
 }
 
 

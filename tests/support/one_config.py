@@ -36,14 +36,14 @@ def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     monkeypatch.setattr(hopper_launch.HopperTactic, "offers", one)
 
 
-def only_of(monkeypatch: pytest.MonkeyPatch, tactic: Any, config: Config) -> None:
+def only_of(monkeypatch: pytest.MonkeyPatch, tactic: Any, config: hopper_launch.Config) -> None:
     """Makes this configuration the only one of a tactic, which then does not defer. Skips the test if the launch cannot run it."""
     monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     offers = tactic.configs
 
     def one(self: Any, b: Any, op: Any) -> list[Offer]:
         problem = self.problem(b, op)
-        if (why := implicit_gemm.refuse(problem, config)) is not None or (config.stores_directly and not problem.dense):
+        if (why := hopper_launch.family(config).refuse(problem, config)) is not None or (config.stores_directly and not problem.dense):
             pytest.skip(why or "it stores rows without gaps")
         assert offers(self, b, op)
         return [Offer(config, 1e-6)]

@@ -27,7 +27,6 @@ SHORT_PIXEL, CUT_PIXEL = 2.1, 2.0
 RING_LATENCY = 1200  # cycles from requesting a stage to its arrival; with S stages, S - 1 steps pass meanwhile
 FULL_RING_LATENCY = 1800  # the same when all multiprocessors load (:func:`fills`)
 NARROW_TILE, NARROW = 64, 10  # extra cycles for each pixel that a tile has less than 64
-DIVIDE, DIVIDE_BYTE = 200, 0.03  # cycles in which a stage of fp32 is split into parts: fixed, and per byte
 LATE = 1500  # cycles after the last product to compute addresses of results, and again to load a residual
 IMAGE_FACTOR = 1500  # cycles in which a tile reduces the moments of its image
 TURN = 800  # cycles between a tile's last product and the first product of the warpgroup's next tile
@@ -77,8 +76,6 @@ def _multiply_cycles(problem: Problem, config: Config, streamed: int) -> float:
     products = config.wgm * config.wgn * config.mt * (problem.span // 32)
     multiply = products * max(config.bn / 2, 16 + config.bn / 4)
     read = products * (2048 + config.bn * 32) / 128
-    if problem.parts:  # three products; a warpgroup reads each loaded stage and stores two parts of it
-        multiply = max(3 * multiply, 3 * read + 4 * streamed / 128)
     return max(multiply, read + streamed / 128)
 
 
@@ -87,7 +84,7 @@ def _epilogue_cycles(problem: Problem, config: Config) -> float:
     cycles = 350 + config.mt * config.bn * (issue(problem) if config.wgm * config.wgn > 1 else 0.8 * issue(problem))
     if config.direct:
         cycles -= 250
-    if late(problem, config) and not problem.parts:
+    if late(problem, config):
         cycles += LATE * (2 if problem.residual else 1)
     if problem.norm is not None and problem.norm.image:
         cycles += IMAGE_FACTOR
@@ -108,8 +105,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = _multiply_cycles(problem, config, streamed)
     load = streamed / L2_PER_CLOCK
     load = max(load, problem.gathered * row_cycles(problem) * tile_pixels)
-    divide = DIVIDE + streamed * DIVIDE_BYTE if problem.parts else 0.0
-    load = max(load, _ring_cycles(problem, config, device, load + divide, resident))
+    load = max(load, _ring_cycles(problem, config, device, load, resident))
     step = max(multiply, load)
     at_once = device.multiprocessors // config.sharers * config.sharers
     waves = -(-tiles // at_once)

@@ -7,7 +7,8 @@ There are two kernels: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
+from optdnn.kernels.conv import parts_kernel
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.configs import estimated
 from optdnn.kernels.conv.cost import estimate, with_rounding
@@ -47,7 +49,7 @@ Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
 
 
 def refuse(arch: str, dtype: str, feeds: Sequence[Geometry], *, parts: bool = False) -> str | None:
-    """Why the kernel cannot run convolutions of these geometries, or None. ``parts``: only fp32, in parts of tf32."""
+    """Why the kernel cannot run convolutions of these geometries, or None. ``parts``: only fp32, in parts of fp16."""
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
     if parts and dtype != "float32":
@@ -71,34 +73,40 @@ def far(kernel: Sequence[int], pads: Sequence[int], dilations: Sequence[int]) ->
     return None
 
 
-Config = hopper.Config | patch.PatchConfig
-"""A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
+Config = hopper.Config | patch.PatchConfig | parts_kernel.PartsConfig
+"""A tile of one of the kernels: implicit GEMM, patches loaded once (stride 1, filters larger than 1 x 1), or implicit GEMM of fp32 in
+parts."""
 
 
-def _family(config: Config) -> Any:
+def family(config: Config) -> Any:
     """The module of the kernel that a configuration belongs to."""
+    if isinstance(config, parts_kernel.PartsConfig):
+        return parts_kernel
     return hopper if isinstance(config, hopper.Config) else patch
 
 
 @lru_cache(maxsize=1024)
 def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Every sensible configuration of both kernels, the best predicted first.
+    """Every sensible configuration of the kernels, the best predicted first.
 
     Configurations that store from registers are left out if such stores cannot reach the tensors.
     """
     dense, exact = problem.dense, is_exact(problem)
+    if problem.parts:
+        offers = [Offer(c, s, row_invariant=in_one_order(c)) for s, c in parts_kernel.candidates(problem, gpu) if dense]
+        return tuple(offers)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
     found += [(_modeled(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
         found = [(seconds, c) for seconds, c in found if not c.stores_directly]
-    if not exact and not any(in_one_order(c, parts=problem.parts) for _, c in found):
+    if not exact and not any(in_one_order(c) for _, c in found):
         # Small problems get a larger tile that sums in one order.
         found += [(_modeled(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
     offers = [
         Offer(
             c,
             with_rounding(problem, seconds, gpu),
-            row_invariant=exact or in_one_order(c, parts=problem.parts),
+            row_invariant=exact or in_one_order(c),
         )
         for seconds, c in found
     ]
@@ -121,18 +129,18 @@ def is_exact(problem: conv_problem.Problem) -> bool:
 
 def read(name: str) -> Config | None:
     """The configuration of this name, or None if there is none."""
-    return patch.PatchConfig.read(name) or hopper.Config.read(name)
+    return patch.PatchConfig.read(name) or hopper.Config.read(name) or parts_kernel.PartsConfig.read(name)
 
 
 def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Offer:
     """The offer of a configuration that was chosen before, without ranking the others. Raises InternalError if it
     cannot run the problem."""
-    why: str | None = _family(config).refuse(problem, config)
+    why: str | None = family(config).refuse(problem, config)
     if config.stores_directly and not problem.dense:
         why = "it stores rows without gaps"
     if why is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
-    invariant = is_exact(problem) or in_one_order(config, parts=problem.parts)
+    invariant = is_exact(problem) or in_one_order(config)
     return Offer(config, cost(problem, config, gpu), row_invariant=invariant)
 
 
@@ -151,12 +159,11 @@ LIMIT = 1 << 20
 """No limit: the tuner decides how many configurations it tries."""
 
 
-def in_one_order(config: Config, *, parts: bool = False) -> bool:
-    """Whether the order of summation is the same for all sizes: implicit GEMM, K not split, and one set of accumulators or
-    fp32 in ``parts``."""
-    if not isinstance(config, hopper.Config) or config.split > 1 or config.stream:
+def in_one_order(config: Config) -> bool:
+    """Whether the order of summation is the same for all sizes: implicit GEMM, K not split, and one set of accumulators."""
+    if config.split > 1 or isinstance(config, patch.PatchConfig):
         return False
-    return parts or config.mt * config.bn > hopper.TWO_SETS
+    return isinstance(config, parts_kernel.PartsConfig) or (not config.stream and config.mt * config.bn > hopper.TWO_SETS)
 
 
 def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
@@ -168,6 +175,8 @@ def _modeled(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> fl
     """Seconds by the model that ranks configurations."""
     if isinstance(config, hopper.Config):
         return estimate(problem, config, gpu)
+    if isinstance(config, parts_kernel.PartsConfig):
+        return parts_kernel.estimate(problem, config, gpu)
     return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY
 
 
@@ -187,10 +196,10 @@ class HopperTactic(ProblemTactic):
     """A tactic that runs on Hopper's convolution kernels."""
 
     parts: ClassVar[bool] = False
-    """Whether the tactic multiplies fp32 in parts of tf32."""
+    """Whether the tactic multiplies fp32 in parts of fp16."""
 
     def offers(self, problem: conv_problem.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        """The configurations of both kernels."""
+        """The configurations of the kernels."""
         return ranked(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
@@ -235,7 +244,8 @@ def emit_conv(
     channels = c.channels if scatter is not None else out.shape[1]
     bias = c.bias if c.bias is None or problem.together == 1 else conv_params.together_bias(c.bias, problem.together)
     bias_at = bias_row(b, op, bias, problem.channels)
-    weights = packed_weights(b, op, problem, feeds)
+    matrix = weight_operands(b, op, problem, feeds)
+    weights = matrix["weights"]
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     written = out
     bias_view = bias_at.view((channels,), (1,))
@@ -263,7 +273,7 @@ def emit_conv(
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
     operands = {
-        "weights": weights,
+        **matrix,
         "channel": channel_row(b, op, c.bias, ep, problem.channels, bias_at),
         "output": out,
         **pixels(feeds),
@@ -326,12 +336,55 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
     """The packed weights of all sources, as the kernels read them."""
+    return weight_operands(b, op, problem, feeds)["weights"]
+
+
+def weight_operands(
+    b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]
+) -> dict[str, TensorView]:
+    """The packed weights of all sources, by their operand name in the launch. fp32 in parts: with the factors of its channels."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
-    packed = b.kept.once(
-        ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem)), [f.weight for f in feeds],
-        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]), final=True,
-    )  # fmt: skip
-    return b.constant(packed, f"{op.outputs[0].name}.weights")
+    key = ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem))
+
+    def pack() -> Array:
+        return conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds])
+
+    @cache
+    def parts() -> tuple[Array, Array]:
+        whole = np.zeros((problem.channels, problem.k_steps * problem.block), np.float32)
+        packed = pack()
+        whole[: len(packed)] = packed
+        return parts_kernel.divided(whole, problem.block)
+
+    made = {"factors": lambda: parts()[1], "weights": lambda: parts()[0]} if problem.parts else {"weights": pack}
+    sources = [f.weight for f in feeds]
+    return {
+        name: b.constant(
+            b.kept.once((*key, problem.channels, name) if problem.parts else key, sources, make, final=True),
+            f"{op.outputs[0].name}.{name}",
+        )
+        for name, make in made.items()
+    }
+
+
+def with_parts(meaning: Meaning, problem: conv_problem.Problem, operands: Mapping[str, TensorView]) -> Meaning:
+    """The meaning of a launch whose weights are the sums of two parts, times a factor per channel."""
+    (kind, attrs, (*reads,)), weights, factors = meaning, operands["weights"], operands["factors"]
+    channels = list[int]()
+    at = tuple(k for k, x in enumerate(reads) if x is not None and x.buffer == weights.buffer)
+    depth, more = weights.shape[1], list[TensorView]()
+    for k in at:
+        x = reads[k]
+        assert x is not None
+        rows = x.strides.index(1)  # the axes before the input channels
+        channels.append(x.shape[rows])
+        whole = replace(x, shape=(*x.shape[:rows], up(x.shape[rows], problem.block), *x.shape[rows + 1 :]))
+        reads[k] = whole
+        more.append(replace(whole, offset=x.offset + problem.channels * depth))
+        more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
+    own = {"of": kind, "own": tuple(sorted(attrs)), "at": at, "counts": tuple(channels), "order": parts_kernel.kernel_order(problem.block)}
+    assert not own.keys() & attrs.keys(), "the launch's own attributes have these names"
+    return "WeightsInParts", {**own, **attrs}, [*reads, *more]
 
 
 def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
@@ -356,11 +409,11 @@ def launch(
     """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
     ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``before`` and ``gate`` with a
     prologue; ``gate`` with factors per image; ``partial`` and ``arrived`` with stream-K."""
-    if isinstance(config, hopper.Config):
+    if not isinstance(config, patch.PatchConfig):
         maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
     else:
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
-    if scatter is not None or problem.together > 1:  # TMA stores nothing, so any maps fit
+    if scatter is not None or problem.together > 1 or problem.parts:  # TMA stores nothing, so any maps fit
         results = [maps[0], maps[0]]
     else:
         results = [_result_map(problem, config, operands, name) for name in ("output", "residual")]
@@ -387,9 +440,9 @@ def launch_on(
     operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a problem in a configuration, given its five tensor maps."""
-    family = _family(config)
+    kernel = family(config)
     stream = isinstance(config, hopper.Config) and config.stream
-    tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
+    tiles = patch.tiles(problem, config) if isinstance(config, patch.PatchConfig) else config.joint_tiles(problem)
     gate = operands.get("gate")
     parameters = conv_params.parameters(
         problem, maps, tiles, {*operands, *(("partial", "arrived") if stream else ())},
@@ -397,8 +450,8 @@ def launch_on(
         frames=_frame_steps(operands["output"]) if problem.together > 1 else (),
     )  # fmt: skip
     return parameters.launch(
-        family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),
-        config.threads + problem.helpers, shared=family.shared_bytes(problem, config), cluster=config.cluster,
+        kernel.recipe(problem, config, gpu.arch), kernel.FUNCTION, kernel.grid_blocks(problem, config, gpu),
+        config.threads + problem.helpers, shared=kernel.shared_bytes(problem, config), cluster=config.cluster,
         waits=LOWER if stream else "",
     )  # fmt: skip
 
@@ -424,7 +477,7 @@ def emit(
         scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
         operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
-    kind, attrs, reads = meaning
+    kind, attrs, reads = with_parts(meaning, problem, operands) if problem.parts else meaning
     writes = [out if written is None else written, *([] if second is None else [second])]
     b.emit(op, made, operands, kind, attrs, reads, writes, scratch=scratch, kept=kept)
 

@@ -66,6 +66,11 @@ class Config:
         return self.split * self.sharers
 
     @property
+    def box(self) -> int:
+        """Pixels that TMA loads at a time."""
+        return self.bn // self.share[0]
+
+    @property
     def turns(self) -> int:
         """Tiles that the block's warpgroups work on at a time."""
         return 2 if self.alternate else 1
@@ -143,13 +148,12 @@ def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
 def late(problem: Problem, config: Config) -> bool:
     """Whether registers do not hold both accumulators and addresses of results, which are then computed after the last product."""
     wide = problem.item == 4 or (problem.item == 2 and problem.out_item == 4)
-    return config.stores_directly and wide and (problem.parts or config.mt * config.bn > DIRECT_COLUMNS)
+    return config.stores_directly and wide and config.mt * config.bn > DIRECT_COLUMNS
 
 
 def stage_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory of a stage of the ring. fp32 that is multiplied in parts takes twice as much, for the remainders."""
-    loaded = (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
-    return loaded * (2 if problem.parts else 1)
+    """Bytes of shared memory of a stage of the ring."""
+    return (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -179,9 +183,6 @@ DIRECT_COLUMNS = 128
 """Most columns (``mt * bn``) of 16-bit tiles that are stored from registers."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
-MOST_IN_PARTS = 96
-"""Most columns (``mt * bn``) of fp32 that is multiplied in parts: a thread has accumulators of first parts, of
-remainders, and of the sums."""
 
 
 def register_limit(threads: int, blocks: int) -> int:
@@ -192,6 +193,8 @@ def register_limit(threads: int, blocks: int) -> int:
 
 def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
+    if problem.parts:
+        return "fp32 in parts has a kernel of its own"
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
     if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
@@ -204,7 +207,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
         return "its tiles are runs of pixels, which cannot be pooled: the patch kernel's tiles can"
     return (
         _refuse_stages(problem, config, shared)
-        or (_refuse_in_parts(config) if problem.parts else _refuse_registers(problem, config))
+        or _refuse_registers(problem, config)
         or _refuse_parts(problem, config)
         or _refuse_forms(problem, config)
     )
@@ -248,22 +251,6 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _refuse_in_parts(config: Config) -> str | None:
-    """Why the tile does not suit fp32 that is multiplied in parts, or None."""
-    if (
-        config.blocks > 1
-        or config.stationary
-        or config.alternate
-        or config.sharers > 1
-        or config.stream
-        or not config.stores_directly
-    ):
-        return "fp32 in parts needs blocks of one tile, each alone on its multiprocessor"
-    if config.mt * config.bn > MOST_IN_PARTS:
-        return f"three sets of {config.mt * config.bn // 2} accumulators exceed the registers"
-    return None
-
-
 def _refuse_parts(problem: Problem, config: Config) -> str | None:
     """Why blocks cannot share loads or take spans of K steps, or None."""
     if problem.row_scale and (config.split > 1 or config.stream):
@@ -295,7 +282,7 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
         return "more than 160 accumulators per thread"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
         return why
-    if late(problem, config) and not problem.parts and problem.out_size != (1, 1):
+    if late(problem, config) and problem.out_size != (1, 1):
         return "larger tiles of tf32 made convolutions slower (ResNet-50 at batch 32: 1.86 -> 2.21 ms)"
     if config.direct and (config.stationary or (config.mt * config.bn > DIRECT_COLUMNS and not late(problem, config))):
         return "direct stores are for small tiles, one per block"
@@ -361,7 +348,6 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated), "GATE_ALONE": int(problem.prologue == (("gate",),)),
-        **({"PARTS": 1} if problem.parts else {}),
         **({} if config.stationary else {"SHARED_BYTES": shared_bytes(problem, config)}),  # stationary weights depend on the depth
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip

@@ -19,6 +19,7 @@ from optdnn.kernels.builder import (
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.parts_kernel import PartsConfig
 from optdnn.kernels.launch import tensor_map
 from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import FP32, Array
@@ -160,17 +161,18 @@ def storable_whole(b: Builder, x: TensorView) -> bool:
 
 
 def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) -> TensorMap[str]:
-    depth = problem.k_steps * problem.block
-    shape, strides = (depth, weights.shape[0]), (depth * problem.item,)
-    return tensor_map("weights", map_dtype(weights.dtype), shape, strides, (problem.block, rows), problem.span)
+    depth, item = problem.k_steps * problem.block, weights.dtype.itemsize
+    shape, strides = (depth, weights.shape[0]), (depth * item,)
+    return tensor_map("weights", map_dtype(weights.dtype), shape, strides, (problem.block, rows), problem.block * item)
 
 
 def gemm_maps(
-    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: TensorView
+    problem: conv_problem.Problem, config: hopper.Config | PartsConfig, feeds: Sequence[Feed], weights: TensorView
 ) -> list[TensorMap[str]]:
     """Tensor maps of the implicit GEMM's weights and two sources: operands ``weights``, ``pixels0`` and ``pixels1``."""
-    maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
-    maps += [_source_map(f"pixels{i}", f, problem, config) for i, f in enumerate(feeds)]
+    sharers = config.share[1] if isinstance(config, hopper.Config) else 1
+    maps = [_weights_map(problem, weights, config.tile[0] // sharers)]
+    maps += [_source_map(f"pixels{i}", f, problem, config.box) for i, f in enumerate(feeds)]
     return maps if len(maps) == 3 else [*maps, maps[1]]
 
 
@@ -213,15 +215,15 @@ def image_map(
     return tensor_map(name, map_dtype(x.dtype), shape, strides, (*box, 1), span)
 
 
-def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> TensorMap[str]:
-    """Tensor map of a source of the implicit GEMM: rows of a matrix, or im2col. TMA rounds fp32 to tf32 as it loads."""
+def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, pixels: int) -> TensorMap[str]:
+    """Tensor map of a source of the implicit GEMM: rows of a matrix, or im2col. TMA loads ``pixels`` at a time, and rounds tf32."""
     if feed.depth is not None:
-        return _volume_map(name, feed, feed.depth, problem, config)
+        return _volume_map(name, feed, feed.depth, problem, pixels)
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
     step, span, dtype = pitch * problem.item, problem.span, problem.dtype
-    box = (problem.block, config.bn // config.share[0])
+    box = (problem.block, pixels)
     if feed.source.mode == conv_problem.ROWS:
         return tensor_map(name, dtype, (c, n * h * w), (step,), box, span)
     (left, top), (right, bottom) = _corners(feed)
@@ -239,14 +241,14 @@ def _corners(feed: Feed) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _volume_map(
-    name: str, feed: Feed, depth: conv_problem.Depth, problem: conv_problem.Problem, config: hopper.Config
+    name: str, feed: Feed, depth: conv_problem.Depth, problem: conv_problem.Problem, pixels: int
 ) -> TensorMap[str]:
     """Tensor map of a volume in im2col mode."""
     lower, upper = _corners(feed)
     behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
     return tensor_map(
         name, problem.dtype, _volume_shape(feed.x), tuple(s * problem.item for s in _outer(feed.x)),
-        (problem.block, config.bn // config.share[0]), problem.span, corners=(*lower, depth.first, *upper, behind),
+        (problem.block, pixels), problem.span, corners=(*lower, depth.first, *upper, behind),
         steps=(1, feed.strides[1], feed.strides[0], depth.stride, 1),
     )  # fmt: skip
 

@@ -197,11 +197,11 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         _own, other = self._factors(b, op)
-        weights = hopper_launch.packed_weights(b, op, problem, c.feeds)
+        matrix = hopper_launch.weight_operands(b, op, problem, c.feeds)
         bias, channels = bias_row(b, op, c.bias, problem.channels), c.out.shape[1]
-        operands = {"weights": weights, "channel": bias, "output": in_halves(c.out), **hopper_launch.pixels(c.feeds)}
+        operands = {**matrix, "channel": bias, "output": in_halves(c.out), **hopper_launch.pixels(c.feeds)}
         reads: list[TensorView | None] = []
-        for feed, view in zip(c.feeds, conv_maps.weight_views(weights, problem, c.feeds), strict=True):
+        for feed, view in zip(c.feeds, conv_maps.weight_views(matrix["weights"], problem, c.feeds), strict=True):
             reads += [feed.x, *factors_of(problem, view)]
         reads[3:3] = [bias.view((channels,), (2,), k) for k in range(2)]
         beside = plan_epilogue(b.graph, other.rest, channel_axis=1)

@@ -151,6 +151,8 @@ def parameters(
     if problem.dynamic:
         made.pointer(*DYNAMIC)
     put_edges(made, problem)
+    if problem.parts:
+        made.pointer("factors")
     if problem.turn is not None:
         made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made

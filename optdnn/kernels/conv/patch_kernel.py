@@ -131,7 +131,7 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
 def refuse(problem: Problem, config: PatchConfig, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.parts:
-        return "only the implicit GEMM multiplies fp32 in parts"
+        return "fp32 in parts has a kernel of its own"
     if len(problem.sources) != 1 or problem.prologue:
         return "it reads one source, without a prologue"
     if problem.beside is not None:

@@ -288,14 +288,14 @@ class Problem(WithEpilogue):
 
     @property
     def parts(self) -> bool:
-        """Whether fp32 is multiplied in parts of tf32, which is what tensor cores take."""
+        """Whether fp32 is multiplied in parts of fp16, which is what tensor cores take."""
         return self.dtype == "float32"
 
     @cached_property
     def helpers(self) -> int:
-        """Threads of a block beyond the configuration's: four warps that split fp32 into parts and two idle warps; four
-        warps that apply the prologue; or two of the three warps that compute the factors of a norm from moments."""
-        return 192 if self.parts else 128 if self.prologue else 64 if self.row_norm is not None else 0
+        """Threads of a block beyond the configuration's: four warps that apply the prologue; or two of the three warps that compute the
+        factors of a norm from moments."""
+        return 128 if self.prologue else 64 if self.row_norm is not None else 0
 
     @cached_property
     def row_norm(self) -> RowNorm | None:
@@ -359,7 +359,7 @@ class Problem(WithEpilogue):
         if self.stack:
             return 128 // self.item
         widest = max(source.channels for source in self.sources) * self.item
-        whole = (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+        whole = (32 if widest <= 32 and not self.parts else 64 if widest <= 64 else 128) // self.item
         if not self.volume:
             return whole
         # Each tap along depth pads its last block with zeros: 96 channels take 128.

@@ -127,10 +127,10 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         x, out = c.feed.x, c.out
-        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
-        operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
+        matrix, bias = hopper_launch.weight_operands(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+        operands = {**matrix, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
         reads = [as_rows(x)]
-        for part in halves(problem, c.feeds, weights, bias):
+        for part in halves(problem, c.feeds, matrix["weights"], bias):
             reads += part
         self.emit_pair(b, op, c, problem, config, operands, ("PairedProduct", self.stages(b, op), reads))
 

@@ -15,7 +15,7 @@ from optdnn.kernels.conv import depthwise_bands_kernel as bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
-from optdnn.kernels.conv.hopper_launch import _family, ranked
+from optdnn.kernels.conv.hopper_launch import family, ranked
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -195,7 +195,7 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
         Problem(1, 768, (Source(1, 400, 768),), (("bias",), ("add",), (stage,))),
     ):
         for offer in ranked(problem, gpu)[:1]:
-            (kernel,) = nvrtc.resources(_family(offer.config).recipe(problem, offer.config)).values()
+            (kernel,) = nvrtc.resources(family(offer.config).recipe(problem, offer.config)).values()
             assert kernel.spill_bytes == 0, str(offer.config)
 
 

@@ -106,6 +106,9 @@ struct Params {
 #if EDGED
     Edges edges;
 #endif
+#if PARTS
+    const float* factors;                          // of each channel's sums
+#endif
 #if TURNED
     const uint4* angles;                           // cosines and sines of each position
     int turned_channels, positions;

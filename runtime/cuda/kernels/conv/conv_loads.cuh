@@ -96,6 +96,9 @@ DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, i
             load_rows(target + i * 64 * SPAN, &p.weights, barrier, channel + i * 64, k * BK, batch);
     } else {
         load_rows(target, &p.weights, barrier, k * BK, channel, batch);
+#if PARTS
+        load_rows(target + PART_BYTES, &p.weights, barrier, k * BK, p.channels + channel, batch);
+#endif
     }
 }
 

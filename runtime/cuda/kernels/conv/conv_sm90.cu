@@ -37,8 +37,6 @@
 //
 // PROLOGUE: an additional warpgroup applies stages to the pixels of each K step in place, between TMA and the product.
 //
-// PARTS: fp32, by three products of tf32 (conv_parts.cuh). An additional warpgroup splits the operands in place.
-//
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
 // SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a
 // volume, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, GATE_ALONE (the prologue is the gate), SHARED_BYTES (reserved by the launch; not with
@@ -47,7 +45,6 @@
 
 #include "conv_tile.cuh"
 #include "conv_change.cuh"
-#include "conv_parts.cuh"
 #include "conv_residuals.cuh"
 #include "conv_turns.cuh"
 
@@ -64,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 
     const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
     const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS * TURNS;
-    const u32 changed = residual_empty + 8 * OUT_BUFFERS * TURNS, ready = PROLOGUE || PARTS ? changed : full;
+    const u32 changed = residual_empty + 8 * OUT_BUFFERS * TURNS, ready = PROLOGUE ? changed : full;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 behind_ring = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024, out = FINISHES_IN_RING ? ring : behind_ring;
@@ -86,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS * RELEASERS);
-            if (PROLOGUE || PARTS) barrier_init(changed + 8 * i, PARTS ? 4 : 1);
+            if (PROLOGUE) barrier_init(changed + 8 * i, 1);
         }
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
@@ -118,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                     tma_load_2d(stationary + k * WEIGHT_BYTES, &p.weights, weights_full, (k_begin + k) * BK, to.channel);
             }
             for (int k = 0; k < primed; k++) {
-                barrier_expect(full + 8 * k, LOADED_BYTES);
+                barrier_expect(full + 8 * k, STAGE_BYTES);
                 if (ONE_MATRIX)
                     load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
                 else if (!WEIGHTS_STATIONARY)
@@ -149,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 for (; k < work.k_count; k++) {
                     const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
                     await_stage();
-                    barrier_expect(barrier, LOADED_BYTES);
+                    barrier_expect(barrier, STAGE_BYTES);
                     if (!WEIGHTS_STATIONARY)
                         load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, work.k_begin + k, to.channel, to.batch);
                     load_stage(p, to, sharer, target, barrier);
@@ -189,14 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (warp < CONSUMERS / 32 + 2 + CHANGERS)
             change_pixels(p, ring, full, changed, first_tile, tile_step, sharer, k_begin, k_count, warp - CONSUMERS / 32 - 2, lane);
 #endif
-#if PARTS
-    } else if (warp >= CONSUMERS / 32 + 4) {
-        part_stages(ring, full, changed, k_count, lane);
-        leave();
-#endif
     } else if (!WIDE || warp < CONSUMERS / 32) {
-        if (WIDE && (!PARTS || GROUPS == 1)) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        if (PARTS && GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int turn = ALTERNATE ? warp / 4 : 0, group = ALTERNATE ? 0 : warp / 4, quarter = warp % 4;
         const int own_first = first_tile + turn * tile_step, own_step = tile_step * TURNS;
         Work work = first;
@@ -291,46 +282,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             int previous = 0;
             // ALTERNATE: by now all stages of earlier tiles have been waited for, so the parity of a stage identifies its fill.
             if (ALTERNATE && tile != first_tile) named_barrier(1 + GROUPS + turn, 256);
-#if PARTS
-            WholeSums whole;
-#endif
             for (int k = 0; k < work.k_count; k++) {
                 barrier_wait(ready + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
                 wgmma_fence();
                 multiply(acc, weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN,
-                         ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES, PARTS ? k % STEPS_TOGETHER : k);
+                         ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES, k);
                 wgmma_commit();
-                if (PARTS ? k % STEPS_TOGETHER > 0 : k > 0) {  // the products of the previous step are complete: its stage is free
+                if (k > 0) {                       // the products of the previous step are complete: its stage is free
                     wgmma_wait<1>();
                     release(previous);
                 }
                 previous = stage;
-#if PARTS
-                if (k % STEPS_TOGETHER == STEPS_TOGETHER - 1 && k + 1 < work.k_count) {
-                    wgmma_wait<0>();
-                    release(previous);
-                    whole.add(acc);
-                }
-#endif
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             if (ALTERNATE && tile + tile_step < p.tiles) named_barrier_arrive(1 + GROUPS + (turn ^ 1), 256);
             wgmma_wait<0>();
             release(previous);
             if (ALTERNATE) skip_tile();
-#if PARTS
-            whole.add(acc);
-            Acc (&sum)[MT][BN / 2] = whole.sums;
-#else
             Acc (&sum)[MT][BN / 2] = acc[0];
-#endif
 #if DIRECT
             if (LATE) prepare();
             if (FINISHES_IN_RING) named_barrier(1 + GROUPS, CONSUMERS);        // all warps have read the ring
 #endif
             #pragma unroll
-            for (int i = 0; SETS == 2 && !PARTS && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
+            for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
 
 #if STREAM

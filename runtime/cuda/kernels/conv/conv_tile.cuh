@@ -6,15 +6,14 @@ constexpr int GROUPS = TILE_GROUPS * TURNS;
 constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // With more than 128 accumulators a thread takes registers from the loading warps. They then form a whole warpgroup; two of them idle.
-constexpr bool WIDE = MT * BN > 256 || PARTS;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE || PARTS ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
+constexpr bool WIDE = MT * BN > 256;
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
 constexpr u32 PIXEL_BYTES = BN * SPAN;
-constexpr u32 LOADED_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
-constexpr u32 STAGE_BYTES = LOADED_BYTES * (PARTS ? 2 : 1);    // the rests follow the first parts
+constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
 constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
 // Each sharer loads this part of a tile's operands for all sharers that need it.
@@ -22,7 +21,7 @@ constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SH
 constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load operands of this block, itself included
 // Four-byte results with too many accumulators for the addresses to fit registers as well: the addresses are computed after the last
 // product, and results are transposed in the ring.
-constexpr bool LATE = DIRECT && (OPERAND_ITEM == 4 || OPERAND_ITEM * OUT_ITEM == 8) && (PARTS || MT * BN > 128), FINISHES_IN_RING = LATE && SPLIT == 1;
+constexpr bool LATE = DIRECT && (OPERAND_ITEM == 4 || OPERAND_ITEM * OUT_ITEM == 8) && MT * BN > 128, FINISHES_IN_RING = LATE && SPLIT == 1;
 using Direct = DirectStore<MT, BN, SPLIT, LATE>;
 #ifdef SHARED_BYTES                                // if the weights stay, their size is not known here
 constexpr u32 RING_BYTES = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
@@ -58,7 +57,7 @@ DEVICE void load_factors(const Params& p, int first, int pixel, int lane, Channe
 #endif
 
 constexpr bool BEGUN = ROW_BIAS || EDGED;           // whether accumulators begin with values
-constexpr int SETS = PARTS || (MT * BN <= 64 && SPAN >= 64) ? 2 : 1;
+constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K alternate between the sets of accumulators.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
@@ -69,14 +68,7 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
         #pragma unroll
         for (int m = 0; m < MT; m++) {
             const u64 a = wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step;
-#if PARTS                                          // products of a rest are small: they have accumulators of their own
-            constexpr u32 REST = LOADED_BYTES / 16;
-            wgmma_step(acc[0][m], a, b + 2 * step, (k | step) != 0);
-            wgmma_step(acc[1][m], a + REST, b + 2 * step, (k | step) != 0);
-            wgmma_step(acc[1][m], a, b + 2 * step + REST, 1);
-#else
             wgmma_step(acc[step % SETS][m], a, b + 2 * step, BEGUN || (k | (step / SETS)) != 0);
-#endif
         }
     }
 }

@@ -1,0 +1,200 @@
+"""Plans of the kernel for fp32 on Hopper's tensor cores (``conv_parts_sm90.cu``): three products of fp16 for each product."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optdnn.kernels.conv.cost_terms import L2_PER_CLOCK, MEMORY, waves_of
+from optdnn.kernels.conv.header import generated, options
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import BLOCK_SHARED, no_room, whole_kib
+from optdnn.kernels.ranking import varied_pairs
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+FUNCTION = "conv_parts_sm90"
+PIXELS = 64
+"""Pixels of a warpgroup: wgmma's M."""
+MOST_COLUMNS = 160
+"""Most channels of a warpgroup: a thread has the sums of a K step, and the whole sums."""
+WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160)
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+_BARRIER_BYTES = 1024
+_NAME = re.compile(r"parts(?P<pixel_groups>\d)x(?P<channel_groups>\d)n(?P<columns>\d+)s(?P<stages>\d+)(k(?P<split>\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class PartsConfig:
+    """A tile: ``pixel_groups`` x 64 pixels and ``channel_groups`` x ``columns`` channels, by one warpgroup each. ``stages``: depth of
+    the ring; ``split``: blocks of a cluster that share K."""
+
+    pixel_groups: int
+    channel_groups: int
+    columns: int
+    stages: int
+    split: int = 1
+
+    stores_directly = True
+    """Results are stored from registers."""
+    box = PIXELS
+    """Pixels that TMA loads at a time."""
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.split
+
+    @property
+    def groups(self) -> int:
+        """Multiplying warpgroups of a block."""
+        return self.pixel_groups * self.channel_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one more warpgroup loads."""
+        return self.groups * 128 + 128
+
+    @cached_property
+    def tile(self) -> tuple[int, int]:
+        """Channels and pixels of a block's tile."""
+        return self.channel_groups * self.columns, self.pixel_groups * PIXELS
+
+    def __str__(self) -> str:
+        end = f"k{self.split}" if self.split > 1 else ""
+        return f"parts{self.pixel_groups}x{self.channel_groups}n{self.columns}s{self.stages}{end}"
+
+    @classmethod
+    def read(cls, name: str) -> PartsConfig | None:
+        """The configuration of this name, or None if there is none."""
+        found = _NAME.fullmatch(name)
+        made = None if found is None else cls(*(int(n or 1) for n in found.groupdict().values()))
+        return made if str(made) == name else None
+
+    def joint_tiles(self, problem: Problem) -> tuple[int, int]:
+        """Tiles over the channels, and in all."""
+        channels = -(-problem.channels // self.tile[0])
+        return channels, channels * -(-problem.pixels // self.tile[1])
+
+
+def kernel_order(block: int) -> tuple[int, ...]:
+    """The place in a K step of each of its ``block`` input channels. A thread reads ``block / 4`` neighboring channels of a pixel, four
+    for each wgmma; operand A has them in two pairs that lie eight apart."""
+    steps = block // 16
+    return tuple(e // 4 % steps * 16 + e % 4 // 2 * 8 + e // (4 * steps) * 2 + e % 2 for e in range(block))
+
+
+def divided(weights: Array, block: int) -> tuple[Array, Array]:
+    """fp32 rows ``[channels, depth]`` as fp16 in two parts, ``[2 * channels, depth]`` in the kernel's order, and the factor of each channel.
+
+    The sum of its parts, times the factor, is a weight to 22 bits. The factor is a power of two with which the largest weight of the row is
+    2^14 or more."""
+    rows, depth = weights.shape
+    with np.errstate(invalid="ignore", over="ignore"):  # a weight that is not finite becomes NaN
+        most = np.abs(weights).max(axis=1)
+        _, exponents = np.frexp(np.where(np.isfinite(most) & (most > 0), most, 1))
+        shifts = np.clip(15 - exponents, -126, 149).astype(np.int32)
+        scaled = np.ldexp(weights, shifts[:, None])
+        first = scaled.astype(np.float16)
+        rest = (scaled - first.astype(np.float32)).astype(np.float16)
+    made = np.empty((2, rows, depth // block, block), np.float16)
+    made[..., list(kernel_order(block))] = np.stack([first, rest]).reshape(made.shape)
+    return made.reshape(2 * rows, depth), np.ldexp(np.float32(1), -shifts)
+
+
+def stage_bytes(problem: Problem, config: PartsConfig) -> int:
+    """Bytes of shared memory of a stage of the ring."""
+    return whole_kib(sum(config.tile) * problem.span)
+
+
+def shared_bytes(problem: Problem, config: PartsConfig) -> int:
+    """Dynamic shared memory of a block: barriers, the ring, and sums that other blocks of the cluster send."""
+    slots = -(-config.columns // 8 // config.split)
+    sums = config.groups * slots * config.split * 2048 if config.split > 1 else 0
+    return _BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
+
+
+def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not problem.parts:
+        return f"it multiplies fp32 in parts, not {problem.dtype}"
+    if problem.scatter or problem.pooled or problem.prologue or problem.bands > 1 or problem.stack or problem.together > 1:
+        return "it has no prologue, bands or stacks, and stores each pixel by itself"
+    if config.groups not in (1, 2) or config.columns % 8 or not 8 <= config.columns <= MOST_COLUMNS or config.tile[0] > 256:
+        return "not a tile of this kernel"
+    if config.split > 16 or config.split > problem.k_steps:
+        return f"{problem.k_steps} K steps cannot be split {config.split} ways"
+    if not 2 <= config.stages <= 16:
+        return "a ring has 2 to 16 stages: a thread reads the next one while the current one is multiplied"
+    return no_room(shared_bytes(problem, config), shared, 1)
+
+
+def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Shapes are parameters. ``checked``: as of :func:`optdnn.kernels.conv.implicit_gemm.recipe`."""
+    modes = [source.mode for source in problem.sources] + [-1]
+    defines = {
+        "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
+        "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split, "MODE0": modes[0], "MODE1": modes[1],
+        "SHARED_BYTES": shared_bytes(problem, config),
+    }  # fmt: skip
+    text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
+    return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
+
+
+def grid_blocks(problem: Problem, config: PartsConfig, device: GpuFacts) -> int:
+    """Blocks to launch: persistent ones, or a cluster per tile."""
+    tiles = config.joint_tiles(problem)[1]
+    return tiles * config.split if config.split > 1 else min(tiles, device.multiprocessors)
+
+
+START, EPILOGUE, EXCHANGE = 2600, 900, 1400
+"""Cycles of a launch until the first products; of a tile after its last ones; and in which a cluster exchanges sums."""
+DIVIDE = 330
+"""Least cycles of a K step: a thread divides its pixels."""
+
+
+def cycles(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
+    """Predicted cycles of a dependent launch."""
+    channels, pixels = config.tile
+    tiles, steps = config.joint_tiles(problem)[1], -(-problem.k_steps // config.split)
+    products = config.groups * problem.block // 16 * 3
+    multiply = products * max(config.columns / 2, 16 + config.columns / 8)
+    loaded = (channels + pixels) * problem.span
+    shared = (products * config.columns * 32 + 2 * pixels * problem.span + loaded) / 128
+    step = max(multiply, shared, DIVIDE * (1 if config.groups == 2 else 2), loaded / L2_PER_CLOCK, 2600 / config.stages)
+    epilogue = EPILOGUE + 12 * config.columns + (EXCHANGE + channels * pixels * 4 / 12 if config.split > 1 else 0)
+    waves = waves_of(tiles, config.split, device)
+    return START + waves * (steps * step + epilogue)
+
+
+def estimate(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
+    """Predicted seconds of a dependent launch."""
+    return max(cycles(problem, config, device) / 1.7e9, problem.bytes / MEMORY + 1.5e-6)
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 12) -> list[tuple[float, PartsConfig]]:
+    """The configurations to time with their predicted seconds, best first."""
+    found = []
+    for pixel_groups, channel_groups in ((1, 1), (2, 1), (1, 2)):
+        if pixel_groups == 2 and problem.pixels <= PIXELS:
+            continue
+        for columns in WIDTHS:
+            if (channel_groups * columns - 8 >= problem.channels and columns > 8) or channel_groups * columns > 256:
+                continue
+            for split in SPLITS:
+                tiles = PartsConfig(pixel_groups, channel_groups, columns, 2, split).joint_tiles(problem)[1]
+                if split > problem.k_steps or (split > 1 and tiles * split > 2 * device.multiprocessors):
+                    continue
+                for stages in range(16, 1, -1):
+                    config = PartsConfig(pixel_groups, channel_groups, columns, stages, split)
+                    if stages <= max(2, -(-problem.k_steps // split)) and refuse(problem, config, shared=device.shared_per_block) is None:
+                        found.append((estimate(problem, config, device), config))
+                        break
+    whole = min((pair for pair in found if pair[1].split == 1), default=None)
+    best = varied_pairs(found, lambda c: (*c.tile, c.split), limit)
+    return best if whole is None or whole in best else [*best, whole]  # one that sums in the same order for all sizes

@@ -1,0 +1,279 @@
+// Convolutions and products of fp32 on Hopper's tensor cores: three products of fp16 for each product, nearly as exact as fp32.
+//
+// An fp32 value, times a power of two, is the sum of two numbers of fp16: its first part, and the rest. So a product of two values is a sum of
+// four products. The product of the two rests is omitted: it is below 2^-22 of the whole (Ootomo and Yokota 2022).
+//
+// Powers of two keep all parts within the range of fp16. The build scales the weights of each channel and divides them; ``factors`` undoes the
+// scale. Warps divide the pixels as they load them. Each K step of a pixel has a scale of its own, which brings the largest of its values to
+// 2^14 or more. The rest of a value keeps all its bits if the value is at least 2^-16 of that. Others lose bits below 2^-39 of the largest.
+//
+// Tensor cores truncate in their additions. So the products of a K step are summed by themselves, those with a rest first. One fp32 FMA adds
+// each sum, times the inverse of its pixel's scale, to the total. An infinity becomes NaN: its rest is NaN.
+//
+// Pixels are wgmma's M, 64 for a warpgroup, from registers; output channels are its N. Both warpgroups of a block read the same weights, or the
+// same pixels. A thread divides the pixels of the next K step while tensor cores multiply those of this one. Its eight values are neighbors in
+// memory, so the build permutes the weights along K (``kernel_order`` of parts_kernel.py). One warp loads stages by TMA, as in
+// conv_sm90.cu; blocks are persistent. With SPLIT > 1, the blocks of a cluster split K of one tile. Each finishes some of the channels: the
+// others send it their sums.
+//
+// generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
+// STAGES, SPLIT, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
+#include "conv_common.cuh"
+
+constexpr int WGM = CHANNEL_GROUPS, WGN = PIXEL_GROUPS, MT = 1, BN = 64;       // names of conv_loads.cuh: TMA loads 64 pixels at a time
+constexpr int SHARE_CHANNELS = 1, SHARE_PIXELS = 1, BATCHED = 0, BANDED = 0, ACROSS = 0;
+constexpr int GROUPS = PIXEL_GROUPS * CHANNEL_GROUPS, TILE_GROUPS = GROUPS, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int TILE_CHANNELS = CHANNEL_GROUPS * GROUP_CHANNELS, TILE_PIXELS = PIXEL_GROUPS * 64;
+constexpr int PIXEL_PART = 64, WEIGHT_PART = TILE_CHANNELS;
+constexpr int SPAN = BK * 4, WEIGHT_SPAN = BK * 2, STEPS = BK / 16;            // bytes of a pixel and of a part of a channel in a K step; wgmmas
+constexpr u32 PIXEL_BYTES = 64 * SPAN, PART_BYTES = TILE_CHANNELS * WEIGHT_SPAN, WEIGHT_BYTES = 2 * PART_BYTES;
+constexpr u32 WEIGHTS_AT = PIXEL_GROUPS * PIXEL_BYTES, STAGE_BYTES = (WEIGHTS_AT + WEIGHT_BYTES + 1023) / 1024 * 1024;
+constexpr u32 LOADED_BYTES = WEIGHTS_AT + WEIGHT_BYTES, BARRIER_BYTES = 1024, OUT_BYTES = 0;
+constexpr int EIGHTS = GROUP_CHANNELS / 8, SLOTS = (EIGHTS + SPLIT - 1) / SPLIT;      // blocks of eight channels; those that a rank finishes
+constexpr u32 BLOCK_BYTES = 128 * 16, INBOX_BYTES = SPLIT > 1 ? SLOTS * SPLIT * BLOCK_BYTES : 0;   // sums of eight channels; of a warpgroup
+static_assert(SHARED_BYTES >= BARRIER_BYTES + STAGES * STAGE_BYTES + GROUPS * INBOX_BYTES, "the launch reserves what the block uses");
+
+// Lanes that release a stage. One is enough, after the accesses of the others, but racecheck tracks only a thread's own arrivals.
+#ifdef RACECHECK
+constexpr int RELEASERS = 32;
+#else
+constexpr int RELEASERS = 1;
+#endif
+
+#include "conv_loads.cuh"
+
+// Four values of each of two pixels for each wgmma of a K step: operand A, divided.
+struct Pixels {
+    u32 first[STEPS][4], rest[STEPS][4];
+    float inverse[2];                              // of the scales: 2^(e - 14), where the largest value of the pixel is in [2^e, 2^(e + 1))
+
+    // at: this lane's first pixel; the second one is 8 rows further. row: its number.
+    __device__ __forceinline__ void load(u32 at, int row, int lane) {
+        const int swizzle = SPAN == 128 ? row % 8 : row / 2 % 4;
+        float4 v[2][STEPS];
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int s = 0; s < STEPS; s++) shared_load(at + i * 8 * SPAN + ((lane % 4 * STEPS + s) ^ swizzle) * 16, v[i][s]);
+        float most[2] = {};
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int s = 0; s < STEPS; s++)
+                most[i] = fmaxf(most[i], fmaxf(fmaxf(fabsf(v[i][s].x), fabsf(v[i][s].y)), fmaxf(fabsf(v[i][s].z), fabsf(v[i][s].w))));
+        #pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2)
+            #pragma unroll
+            for (int i = 0; i < 2; i++) most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], lanes));
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 exponent = max(__float_as_uint(most[i]) >> 23 & 0xff, 15u);
+            const float scale = __uint_as_float((268 - exponent) << 23);
+            inverse[i] = __uint_as_float((exponent - 14) << 23);
+            #pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                divide_pair(v[i][s].x, v[i][s].y, scale, first[s][i], rest[s][i]);
+                divide_pair(v[i][s].z, v[i][s].w, scale, first[s][i + 2], rest[s][i + 2]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void divide_pair(float x, float y, float scale, u32& first, u32& rest) {
+        first = pack2(x * scale, y * scale);
+        rest = pack2(fmaf(x, scale, -low_half(first)), fmaf(y, scale, -high_half(first)));
+    }
+};
+
+// The products of a K step, from zero. weights: the first parts of this warpgroup's channels.
+DEVICE void multiply(float (&sums)[GROUP_CHANNELS / 2], const Pixels& a, u32 weights) {
+    const u64 b = wgmma_descriptor<WEIGHT_SPAN>(weights), rest = b + PART_BYTES / 16;
+    #pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        wgmma_pixels(sums, a.rest[s], b + 2 * s, s != 0);
+        wgmma_pixels(sums, a.first[s], rest + 2 * s, 1);
+    }
+    #pragma unroll
+    for (int s = 0; s < STEPS; s++) wgmma_pixels(sums, a.first[s], b + 2 * s, 1);
+}
+
+// Two channels of each of two pixels, eight rows apart: a thread's part of a block of eight channels.
+struct Block {
+    int channel, pixel;                            // beyond the last ones: not stored, and loads read the last ones
+    float2 factor, residual[2];
+    Channel constants[2];
+
+    __device__ __forceinline__ void load(const Params& p, int channel_, int pixel_) {
+        channel = channel_, pixel = pixel_;
+        const int near = min(channel, p.channels - 2);
+        factor = __ldg(reinterpret_cast<const float2*>(p.factors + near));
+        constants[0] = channel_at(p, near), constants[1] = channel_at(p, near + 1);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const long long at = min(pixel + 8 * i, p.pixel_count - 1);
+            residual[i] = make_float2(0.0f, 0.0f);
+            if (HAS_RESIDUAL) residual[i] = *reinterpret_cast<const float2*>(p.residual_pointer + (at * p.residual_pitch + near) * OUT_ITEM);
+        }
+    }
+
+    // v: the sums of the first pixel, then of the second one.
+    __device__ __forceinline__ void store(const Params& p, const float (&v)[4]) const {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float x = v[2 * i] * factor.x, y = v[2 * i + 1] * factor.y;
+            const bool live = channel < p.channels && pixel + 8 * i < p.pixel_count;
+            u8* const target = p.output_pointer + ((long long)(pixel + 8 * i) * p.output_pitch + channel) * OUT_ITEM;
+#if PAIRED
+            const float result = of_pair(x, constants[0], y, constants[1]);
+            if (live) *reinterpret_cast<float*>(target) = result;
+#else
+            float2 result;
+            finish_two(p.requantize, x, y, constants[0], constants[1], residual[i].x, residual[i].y, result.x, result.y);
+            if (live) *reinterpret_cast<float2*>(target) = result;
+#endif
+        }
+    }
+};
+
+// Finishes and stores ``count`` blocks of eight channels, at most MOST, ``apart`` channels from each other. channel, pixel: of this thread in
+// the first one. sum_of(i, v): the sums of block i.
+template <int MOST, class SumOf> DEVICE void store_blocks(const Params& p, int count, int channel, int apart, int pixel, const SumOf& sum_of) {
+    constexpr int TOGETHER = 4;                    // a thread would wait for the loads of each block
+    #pragma unroll
+    for (int first = 0; first < MOST; first += TOGETHER) {
+        Block blocks[TOGETHER];
+        #pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            if (first + i < MOST) blocks[i].load(p, first + i < count ? channel + (first + i) * apart : p.channels, pixel);
+        #pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            if (first + i >= MOST) continue;
+            float v[4];
+            sum_of(first + i, v);
+            blocks[i].store(p, v);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 base = smem_address(shared);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // warp-uniform, and the compiler knows it
+    const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
+    const int first_tile = blockIdx.x / SPLIT, tile_step = gridDim.x / SPLIT;
+    const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0, k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
+    const u32 full = base, empty = full + 8 * STAGES, reduced = empty + 8 * STAGES, ring = base + BARRIER_BYTES, inbox = ring + STAGES * STAGE_BYTES;
+
+    Place to;
+    if (warp == CONSUMERS / 32) {
+        if (lane == 0) {
+            tma_prefetch(&p.weights);
+            tma_prefetch(&p.pixels0);
+            if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+        }
+        to = place(p, first_tile, 0, k_begin);
+    }
+    if (warp == CONSUMERS / 32 + 1 && lane == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, GROUPS * 4 * RELEASERS);
+        }
+        barrier_init(reduced, 1);
+        barrier_init_fence();
+        async_proxy_fence();
+        if (SPLIT > 1 && rank < EIGHTS)            // bytes of sums that this rank will receive
+            barrier_expect(reduced, GROUPS * ((EIGHTS + SPLIT - 1 - rank) / SPLIT) * SPLIT * BLOCK_BYTES);
+    }
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive_relaxed();
+    grid_launch_dependents();
+
+    if (warp >= CONSUMERS / 32) {
+        if (GROUPS == 2) give_registers<40>();
+        if (warp == CONSUMERS / 32 && elect_one()) {
+            const int primed = k_count < STAGES ? k_count : STAGES;
+            for (int k = 0; k < primed; k++) {     // weights are constants
+                barrier_expect(full + 8 * k, LOADED_BYTES);
+                load_weights(p, ring + k * STAGE_BYTES + WEIGHTS_AT, full + 8 * k, 0, k_begin + k, to.channel, to.batch);
+            }
+            grid_dependency_wait();
+            #pragma unroll 1
+            for (int k = 0; k < primed; k++) load_stage(p, to, 0, ring + k * STAGE_BYTES, full + 8 * k);
+            int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
+            for (int tile = first_tile; tile < p.tiles; tile += tile_step, k = 0) {
+                if (tile != first_tile) to = place(p, tile, 0, k_begin);
+                #pragma unroll 1
+                for (; k < k_count; k++) {
+                    if (fresh > 0) fresh--;        // a stage that was never filled
+                    else barrier_wait(empty + 8 * stage, parity);
+                    barrier_expect(full + 8 * stage, LOADED_BYTES);
+                    load_weights(p, ring + stage * STAGE_BYTES + WEIGHTS_AT, full + 8 * stage, 0, k_begin + k, to.channel, to.batch);
+                    load_stage(p, to, 0, ring + stage * STAGE_BYTES, full + 8 * stage);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        } else if (warp == CONSUMERS / 32 + 1) {
+            fetch_ahead(p.ahead, lane);
+        }
+        return;
+    }
+    if (GROUPS == 2) take_registers<232>();
+    const int group = warp / 4, quarter = warp % 4;
+    const int group_pixel = group % PIXEL_GROUPS * 64, group_channel = group / PIXEL_GROUPS * GROUP_CHANNELS;
+    const int row = group_pixel + quarter * 16 + lane / 4, column = group_channel + lane % 4 * 2;
+    const u32 own_pixels = ring + row * SPAN, own_weights = ring + WEIGHTS_AT + group_channel * WEIGHT_SPAN;
+    int stage = 0, parity = 0;
+    grid_dependency_wait();
+    for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+        float whole[GROUP_CHANNELS / 2] = {}, sums[GROUP_CHANNELS / 2];
+        Pixels pixels[2];
+        auto load = [&](Pixels& to) {              // of the current stage
+            barrier_wait(full + 8 * stage, parity);
+            to.load(own_pixels + stage * STAGE_BYTES, row, lane);
+        };
+        auto step = [&](const Pixels& own, Pixels& next, bool last) {
+            wgmma_fence();
+            multiply(sums, own, own_weights + stage * STAGE_BYTES);
+            wgmma_commit();
+            const u32 done = empty + 8 * stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (!last) load(next);
+            wgmma_wait<0>();
+            if (lane < RELEASERS) barrier_arrive(done);
+            #pragma unroll
+            for (int i = 0; i < GROUP_CHANNELS / 2; i++) whole[i] = fmaf(sums[i], own.inverse[i / 2 % 2], whole[i]);
+        };
+        load(pixels[0]);
+        #pragma unroll 1
+        for (int k = 0; k < k_count; k += 2) {
+            step(pixels[0], pixels[1], k + 1 == k_count);
+            if (k + 1 < k_count) step(pixels[1], pixels[0], k + 2 == k_count);
+        }
+        int channel, pixel;
+        tile_at(p, tile, 0, channel, pixel);
+        channel += column, pixel += row;
+        if (SPLIT == 1) {
+            store_blocks<EIGHTS>(p, EIGHTS, channel, 8, pixel, [&](int block, float (&v)[4]) {
+                #pragma unroll
+                for (int i = 0; i < 4; i++) v[i] = whole[4 * block + i];
+            });
+            continue;
+        }
+        // A rank finishes the blocks rank, rank + SPLIT, ... and adds the sums of all ranks in their order.
+        const u32 own_box = inbox + group * INBOX_BYTES + threadIdx.x % 128 * 16;
+        cluster_wait();                            // the peers run and their barriers are initialized: their shared memory may be written
+        #pragma unroll
+        for (int j = 0; j < EIGHTS; j++) cluster_send(own_box + (j / SPLIT * SPLIT + rank) * BLOCK_BYTES, reduced, j % SPLIT, &whole[j * 4]);
+        if (rank >= EIGHTS) return;
+        barrier_wait_cluster(reduced, 0);
+        store_blocks<SLOTS>(p, (EIGHTS - rank + SPLIT - 1) / SPLIT, channel + 8 * rank, 8 * SPLIT, pixel, [&](int block, float (&v)[4]) {
+            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            #pragma unroll
+            for (int from = 0; from < SPLIT; from++) {
+                float4 more;
+                shared_load(own_box + (block * SPLIT + from) * BLOCK_BYTES, more);
+                total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+            }
+            v[0] = total.x, v[1] = total.y, v[2] = total.z, v[3] = total.w;
+        });
+    }
+}
