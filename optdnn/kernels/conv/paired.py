@@ -214,7 +214,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
 
 class PairedParts(PairedConv):
-    """Two convolutions of fp32, in parts of tf32."""
+    """Two convolutions of fp32, in parts of fp16."""
 
     name = "conv_paired_parts_sm90"
     one = PartsConv()

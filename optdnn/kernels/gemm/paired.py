@@ -162,7 +162,7 @@ def halves(
 
 
 class PairedPartsGemm(PairedGemm):
-    """Two products of fp32, in parts of tf32."""
+    """Two products of fp32, in parts of fp16."""
 
     name = "gemm_paired_parts_sm90"
     one = PartsGemm()
