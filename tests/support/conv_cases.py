@@ -11,10 +11,11 @@ import numpy as np
 from optdnn.ir.graph import Value
 from optdnn.kernels.builder import TensorView, channels_last, row_major
 from optdnn.kernels.conv import implicit_gemm
-from optdnn.kernels.conv.hopper_launch import launch
+from optdnn.kernels.conv.hopper_launch import family, launch
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.parameters import pack_weights
+from optdnn.kernels.conv.parts_kernel import PartsConfig
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.space_to_depth import space_to_depth
@@ -255,10 +256,10 @@ GENERAL: dict[str, General] = {
 }
 
 
-def check_no_spills(problem: Problem, config: Config) -> None:
+def check_no_spills(problem: Problem, config: Config | PartsConfig) -> None:
     """A kernel on wgmma compiles for Hopper, and keeps everything in registers."""
-    assert implicit_gemm.refuse(problem, config) is None
-    (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+    assert family(config).refuse(problem, config) is None
+    (found,) = nvrtc.resources(family(config).recipe(problem, config)).values()
     assert found.spill_bytes == 0, (config, found)
 
 

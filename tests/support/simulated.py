@@ -100,8 +100,9 @@ def check_simulated(
 
 
 def kinds(program: Program) -> list[str]:
-    """The kinds of the operators that the steps compute, in order."""
-    return [s.params["op"]["kind"] for s in program.steps]
+    """The kinds of the operators that the steps compute, in order; of weights in parts, the operator that reads them."""
+    ops = [s.params["op"] for s in program.steps]
+    return [op["attrs"]["of"] if op["kind"] == "WeightsInParts" else op["kind"] for op in ops]
 
 
 def tactics(program: Program, *kinds: str) -> list[str]:

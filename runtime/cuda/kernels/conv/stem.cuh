@@ -102,8 +102,8 @@ DEVICE void load_a(const u8* pixels, const Words& at, int m, int k, u32 (&a)[4])
 }
 
 #if PRODUCTS == 3
-// The products of a tile: each is the sum of three products of tf32 parts, (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their
-// additions, so the sums of eight K steps are added to the total by fp32 additions.
+// The products of a tile: each is the sum of three products of tf32 parts (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores
+// truncate in their additions, so the sums of eight K steps are added to the total by fp32 additions.
 DEVICE void multiply_tile(const u8* pixels, const Words& at, u32 weights_at, u32 (&kept)[1][N_TILES][2], float (&start)[N_TILES][4],
                           float (&acc)[M_TILES][N_TILES][4]) {
     float sums[M_TILES][N_TILES][4], small[M_TILES][N_TILES][4];       // small: of products with a rest
