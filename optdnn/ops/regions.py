@@ -190,11 +190,11 @@ class TurnedHeadsAttrs(HeldAttrs):
 
 @dataclass(frozen=True)
 class WeightsInPartsAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``. Each operand of ``at`` is a sum of two parts of 16 bits, times a factor for each of
-    its rows. The second parts and the factors follow the operands, in the order of ``at``.
+    """The operator ``of`` with its attributes ``own``. Each operand of ``at`` is a sum of two parts of 16 bits, times a factor for
+    each of its rows. The second parts and the factors follow the operands, in the order of ``at``.
 
-    The axis after the rows has ``counts`` channels, one count for each operand, padded to whole blocks. ``order``: the place in its block
-    of each channel."""
+    The axis after the rows has ``counts`` channels, one count for each operand, padded to whole blocks. ``order``: the place in its
+    block of each channel."""
 
     at: tuple[int, ...]
     counts: tuple[int, ...]

@@ -10,7 +10,6 @@ import numpy as np
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.builder import TensorView, channels_last, row_major
-from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.hopper_launch import family, launch
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.maps import Feed

@@ -43,7 +43,9 @@ def only_of(monkeypatch: pytest.MonkeyPatch, tactic: Any, config: hopper_launch.
 
     def one(self: Any, b: Any, op: Any) -> list[Offer]:
         problem = self.problem(b, op)
-        if (why := hopper_launch.family(config).refuse(problem, config)) is not None or (config.stores_directly and not problem.dense):
+        if (why := hopper_launch.family(config).refuse(problem, config)) is not None or (
+            config.stores_directly and not problem.dense
+        ):
             pytest.skip(why or "it stores rows without gaps")
         assert offers(self, b, op)
         return [Offer(config, 1e-6)]

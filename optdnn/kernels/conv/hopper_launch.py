@@ -7,8 +7,7 @@ There are two kernels: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,14 +19,15 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, products, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
-from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import parts_kernel
+from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.configs import estimated
 from optdnn.kernels.conv.cost import estimate, with_rounding
 from optdnn.kernels.conv.cost_terms import CLOCK, LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.conv.packed import Meaning, weight_operands, with_parts
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import plan_prologue
@@ -38,14 +38,10 @@ from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import LOWER, TF32, TensorMap
-from optdnn.types import FP32, INT32, Array, to_tf32
+from optdnn.types import FP32, INT32, Array
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
-
-
-Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
-"""Meaning of a launch: the kind of the operator that it computes, its attributes, and the tensors that it reads."""
 
 
 def refuse(arch: str, dtype: str, feeds: Sequence[Geometry], *, parts: bool = False) -> str | None:
@@ -163,7 +159,9 @@ def in_one_order(config: Config) -> bool:
     """Whether the order of summation is the same for all sizes: implicit GEMM, K not split, and one set of accumulators."""
     if config.split > 1 or isinstance(config, patch.PatchConfig):
         return False
-    return isinstance(config, parts_kernel.PartsConfig) or (not config.stream and config.mt * config.bn > hopper.TWO_SETS)
+    return isinstance(config, parts_kernel.PartsConfig) or (
+        not config.stream and config.mt * config.bn > hopper.TWO_SETS
+    )
 
 
 def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
@@ -334,64 +332,6 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
     return "TurnedHeads", {**more, "interleaved": turn.interleaved, **attrs}, [*reads, angles]
 
 
-def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
-    """The packed weights of all sources, as the kernels read them."""
-    return weight_operands(b, op, problem, feeds)["weights"]
-
-
-def weight_operands(
-    b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]
-) -> dict[str, TensorView]:
-    """The packed weights of all sources, by their operand name in the launch. fp32 in parts: with the factors of its channels."""
-    rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
-    key = ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem))
-
-    def pack() -> Array:
-        return conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds])
-
-    @cache
-    def parts() -> tuple[Array, Array]:
-        whole = np.zeros((problem.channels, problem.k_steps * problem.block), np.float32)
-        packed = pack()
-        whole[: len(packed)] = packed
-        return parts_kernel.divided(whole, problem.block)
-
-    made = {"factors": lambda: parts()[1], "weights": lambda: parts()[0]} if problem.parts else {"weights": pack}
-    sources = [f.weight for f in feeds]
-    return {
-        name: b.constant(
-            b.kept.once((*key, problem.channels, name) if problem.parts else key, sources, make, final=True),
-            f"{op.outputs[0].name}.{name}",
-        )
-        for name, make in made.items()
-    }
-
-
-def with_parts(meaning: Meaning, problem: conv_problem.Problem, operands: Mapping[str, TensorView]) -> Meaning:
-    """The meaning of a launch whose weights are the sums of two parts, times a factor per channel."""
-    (kind, attrs, (*reads,)), weights, factors = meaning, operands["weights"], operands["factors"]
-    channels = list[int]()
-    at = tuple(k for k, x in enumerate(reads) if x is not None and x.buffer == weights.buffer)
-    depth, more = weights.shape[1], list[TensorView]()
-    for k in at:
-        x = reads[k]
-        assert x is not None
-        rows = x.strides.index(1)  # the axes before the input channels
-        channels.append(x.shape[rows])
-        whole = replace(x, shape=(*x.shape[:rows], up(x.shape[rows], problem.block), *x.shape[rows + 1 :]))
-        reads[k] = whole
-        more.append(replace(whole, offset=x.offset + problem.channels * depth))
-        more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
-    own = {"of": kind, "own": tuple(sorted(attrs)), "at": at, "counts": tuple(channels), "order": parts_kernel.kernel_order(problem.block)}
-    assert not own.keys() & attrs.keys(), "the launch's own attributes have these names"
-    return "WeightsInParts", {**own, **attrs}, [*reads, *more]
-
-
-def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
-    """Further keys of packed weights if several frames of a volume form one image."""
-    return (problem.sources[0].depth,) if problem.together > 1 else ()
-
-
 def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
     """The sources by their operand names in the launch."""
     return {f"pixels{i}": feed.x for i, feed in enumerate(feeds)}
@@ -407,13 +347,14 @@ def launch(
     operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
-    ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``before`` and ``gate`` with a
-    prologue; ``gate`` with factors per image; ``partial`` and ``arrived`` with stream-K."""
-    if not isinstance(config, patch.PatchConfig):
-        maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
-    else:
+    ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``factors`` with fp32 in parts; ``before``
+    and ``gate`` with a prologue; ``gate`` with factors per image; ``partial`` and ``arrived`` with stream-K."""
+    if isinstance(config, patch.PatchConfig):
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
-    if scatter is not None or problem.together > 1 or problem.parts:  # TMA stores nothing, so any maps fit
+    else:
+        maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
+    if isinstance(config, parts_kernel.PartsConfig) or scatter is not None or problem.together > 1:
+        # TMA stores nothing, so any maps fit.
         results = [maps[0], maps[0]]
     else:
         results = [_result_map(problem, config, operands, name) for name in ("output", "residual")]
@@ -421,7 +362,10 @@ def launch(
 
 
 def _result_map(
-    problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView], name: str
+    problem: conv_problem.Problem,
+    config: hopper.Config | patch.PatchConfig,
+    operands: Mapping[str, TensorView],
+    name: str,
 ) -> TensorMap[str]:
     """The tensor map of the result or of the residual (without one, of the result)."""
     name = name if name in operands else "output"

@@ -30,6 +30,7 @@ from optdnn.kernels.conv.hopper import (
     row_width,
     with_pitch,
 )
+from optdnn.kernels.conv.packed import weight_operands
 from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import Stage
@@ -197,7 +198,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         _own, other = self._factors(b, op)
-        matrix = hopper_launch.weight_operands(b, op, problem, c.feeds)
+        matrix = weight_operands(b, op, problem, c.feeds)
         bias, channels = bias_row(b, op, c.bias, problem.channels), c.out.shape[1]
         operands = {**matrix, "channel": bias, "output": in_halves(c.out), **hopper_launch.pixels(c.feeds)}
         reads: list[TensorView | None] = []

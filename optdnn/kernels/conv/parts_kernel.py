@@ -26,7 +26,9 @@ MOST_COLUMNS = 160
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 _BARRIER_BYTES = 1024
-_NAME = re.compile(r"parts(?P<pixel_groups>\d)x(?P<channel_groups>\d)n(?P<columns>\d+)s(?P<stages>\d+)(k(?P<split>\d+))?")
+_NAME = re.compile(
+    r"parts(?P<pixel_groups>\d)x(?P<channel_groups>\d)n(?P<columns>\d+)s(?P<stages>\d+)(k(?P<split>\d+))?"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -123,9 +125,21 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
     """Why the configuration cannot run the problem, or None."""
     if not problem.parts:
         return f"it multiplies fp32 in parts, not {problem.dtype}"
-    if problem.scatter or problem.pooled or problem.prologue or problem.bands > 1 or problem.stack or problem.together > 1:
+    if (
+        problem.scatter
+        or problem.pooled
+        or problem.prologue
+        or problem.bands > 1
+        or problem.stack
+        or problem.together > 1
+    ):
         return "it has no prologue, bands or stacks, and stores each pixel by itself"
-    if config.groups not in (1, 2) or config.columns % 8 or not 8 <= config.columns <= MOST_COLUMNS or config.tile[0] > 256:
+    if (
+        config.groups not in (1, 2)
+        or config.columns % 8
+        or not 8 <= config.columns <= MOST_COLUMNS
+        or config.tile[0] > 256
+    ):
         return "not a tile of this kernel"
     if config.split > 16 or config.split > problem.k_steps:
         return f"{problem.k_steps} K steps cannot be split {config.split} ways"
@@ -191,7 +205,10 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12) -> list[tupl
                     continue
                 for stages in range(16, 1, -1):
                     config = PartsConfig(pixel_groups, channel_groups, columns, stages, split)
-                    if stages <= max(2, -(-problem.k_steps // split)) and refuse(problem, config, shared=device.shared_per_block) is None:
+                    if (
+                        stages <= max(2, -(-problem.k_steps // split))
+                        and refuse(problem, config, shared=device.shared_per_block) is None
+                    ):
                         found.append((estimate(problem, config, device), config))
                         break
     whole = min((pair for pair in found if pair[1].split == 1), default=None)

@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution
+from optdnn.kernels.conv.packed import Meaning
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, rows_of
 from optdnn.kernels.gemm.paired import PairedGemm, halves, multiplier
@@ -183,7 +184,7 @@ class NormedGemm(TakesNorm, HopperGemm):
         if moments is not None:
             problem, operands["moments"] = replace(problem, moments=True), moments
             kind, attrs = hopper_launch.with_moments(kind, attrs)
-        meaning: hopper_launch.Meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
+        meaning: Meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
         if (angles := self.angles(b, op)) is not None:
             operands["angles"] = angles
             meaning = hopper_launch.with_turn(meaning, problem, angles)

@@ -17,6 +17,7 @@ from optdnn.kernels.builder import Builder, as_rows
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.packed import packed_weights
 from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
@@ -91,7 +92,7 @@ class NormedResidualGemm(HopperGemm):
         """Add the launch. It also writes the moments of its rows if a later launch normalizes them."""
         found, moments = self._normed(b, op), b.together.get(op.id)
         assert c.residual is not None
-        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+        weights, bias = packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         (weight,) = conv_maps.weight_views(weights, problem, c.feeds)
         scale, given = b.constant(found.scale(b).astype(np.float32), f"{found.norm.name}.scale"), found.moments(b)
         operands = {"weights": weights, "channel": bias, "output": c.out, "residual": c.residual}

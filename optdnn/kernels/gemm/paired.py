@@ -19,6 +19,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.conv.maps import Feed, weight_views
+from optdnn.kernels.conv.packed import weight_operands
 from optdnn.kernels.conv.paired import factors_of, faster_apart, in_halves, in_turn, stages_with_other
 from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
@@ -127,7 +128,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         x, out = c.feed.x, c.out
-        matrix, bias = hopper_launch.weight_operands(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+        matrix, bias = weight_operands(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         operands = {**matrix, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
         reads = [as_rows(x)]
         for part in halves(problem, c.feeds, matrix["weights"], bias):

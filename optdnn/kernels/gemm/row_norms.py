@@ -17,6 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.packed import packed_weights
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, RowNorm
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
@@ -208,7 +209,7 @@ def behind(b: Builder, c: Convolution, x: TensorView, found: Normed) -> Convolut
 
 def normed_operands(b: Builder, op: Op, c: Convolution, problem: Problem, given: TensorView) -> dict[str, TensorView]:
     """The operands of a product with the norm after it, by name, with its result. ``given``: the moments."""
-    weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+    weights, bias = packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
     scaled = c.feed.weight
     sums = b.kept.once(
         ("sums of columns",), [scaled], lambda: scaled[:, :, 0, 0].astype(np.float64).sum(1).astype(np.float32)

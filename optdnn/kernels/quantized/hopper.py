@@ -16,6 +16,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
+from optdnn.kernels.conv.packed import packed_weights
 from optdnn.kernels.conv.padding import edge_operands
 from optdnn.kernels.conv.space_to_depth import space_to_depth
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
@@ -278,7 +279,7 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
 
     def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
         feed, residual, out = p.feed, p.residual, p.out
-        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        packed, pairs = packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
         operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
         operands |= {"residual": residual} if residual is not None else {}
         operands |= more_operands(b, op, problem, feed)

@@ -216,9 +216,9 @@ def _function(
 
 WGMMA_KINDS = {
     "float16": ("f16.f16", "f32"), "bfloat16": ("bf16.bf16", "f32"), "int8": ("s8.s8", "s32"), "uint8": ("s8.u8", "s32"),
-    "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"), "float32": ("tf32.tf32", "f32"),
+    "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"), "float32": ("f16.f16", "f32"),
 }  # fmt: skip
-"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its accumulators. fp32 is multiplied in tf32 parts."""
+"""Type of the pixels -> types of wgmma's operands (weights, pixels) and accumulators. fp32 is multiplied in parts of fp16."""
 
 
 def wgmma_columns(columns: int, dtype: str) -> bool:
@@ -243,10 +243,10 @@ def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
-    count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8, "float32": 8}.get(dtype, 32)
+    count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8}.get(dtype, 32)
     acc, registers, outputs = _sums(count, sums)
     turned = f", 1, 1, {int(across)}, 0"
-    unturned = dict.fromkeys(("float8_e4m3fn", "tfloat32", "float32"), ", 1, 1")
+    unturned = dict.fromkeys(("float8_e4m3fn", "tfloat32"), ", 1, 1")
     tail = {"float16": turned, "bfloat16": turned, **unturned}.get(dtype, "")
     return f"""DEVICE void {name}({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "

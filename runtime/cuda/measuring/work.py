@@ -24,13 +24,15 @@ TABLES = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "SelectedPro
 @dataclass(frozen=True)
 class Work:
     """``flops`` (a multiply-add counts as two) on tensor cores with operands of ``dtype`` if ``matrix``, otherwise on scalar
-    units; ``bytes``: each element that is read or written, counted once. ``rounded``: factors of fp32 are rounded to tf32."""
+    units; ``bytes``: each element that is read or written, counted once. ``rounded``: factors of fp32 are rounded to tf32;
+    ``halves``: they are sums of two numbers of fp16."""
 
     flops: int
     bytes: int
     matrix: bool
     dtype: DType
     rounded: bool = False
+    halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,15 @@ class Ceilings:
 
     def seconds(self, work: Work) -> float:
         """The least time of a step's work. Tensor cores multiply tf32 at half the rate of 16-bit floats; a product of fp32 is three
-        of tf32, or runs on scalar units."""
+        of fp16, three of tf32, or runs on scalar units."""
         rate = self.single
         if work.matrix and work.dtype in (FP16, BF16):
             rate = self.half
         elif work.matrix and work.dtype.itemsize == 1:
             rate = self.half * 2
         elif work.matrix and work.dtype == FP32:
-            rate = self.half / 2 if work.rounded else max(self.single, self.half / 6)
+            rate = self.half / (2 if work.rounded else 3 if work.halves else 6)
+            rate = max(self.single, rate)
         return max(work.flops / rate, work.bytes / self.memory)
 
 
@@ -93,7 +96,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     shapes = [() if v is None else v.shape for v in m.reads]
     product = 0 if out is None else int(products_of(m.kind, shapes, out.shape, attrs_from_plain(dict(m.attrs))))
     if product:
-        return Work(product, moved, True, kind, TF32 in m.attrs)
+        return Work(product, moved, True, kind, TF32 in m.attrs, m.kind == "WeightsInParts")
     stages = max(1, len(m.attrs.get("epilogue") or ()))
     size = max((math.prod(v.shape) for v in seen.values()), default=0)
     return Work(0 if m.kind in MOVES else size * stages, moved, False, kind)

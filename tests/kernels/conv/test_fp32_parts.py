@@ -148,20 +148,27 @@ def test_names_are_read(config: PartsConfig) -> None:
 def test_parts_and_factors_give_the_weights(block: int) -> None:
     """To 22 bits, whatever the size of a channel's weights; each block in the kernel's order."""
     rng = np.random.default_rng(0)
-    weights = rng.standard_normal((12, 3 * block)).astype(np.float32) * np.float32(10.0) ** np.arange(-36, 36, 6)[:, None]
+    weights = (
+        rng.standard_normal((12, 3 * block)).astype(np.float32) * np.float32(10.0) ** np.arange(-36, 36, 6)[:, None]
+    )
     weights[3] = 0
     halves, factors = divided(weights.astype(np.float32), block)
     order = np.array(kernel_order(block))
     assert sorted(order) == list(range(block))
     first, rest = halves.reshape(2, 12, 3, block)[..., order].reshape(2, 12, -1).astype(np.float64)
-    assert np.all(np.abs((first + rest) * factors[:, None] - weights) <= np.abs(weights) * 2.0**-22 + np.abs(weights).max(axis=1)[:, None] * 2.0**-38)
+    assert np.all(
+        np.abs((first + rest) * factors[:, None] - weights)
+        <= np.abs(weights) * 2.0**-22 + np.abs(weights).max(axis=1)[:, None] * 2.0**-38
+    )
     assert np.all(np.frexp(factors)[0] == 0.5)
     largest = np.abs(first).max(axis=1)[weights.any(axis=1)]
     assert np.all((largest >= 2**14) & (largest <= 2**15))
 
 
 def test_weights_that_are_not_finite_stay_so() -> None:
-    halves, factors = divided(np.array([[1, np.inf] + [0] * 14, [np.nan, 2] + [0] * 14, [3, 4] + [0] * 14], np.float32), 16)
+    halves, factors = divided(
+        np.array([[1, np.inf] + [0] * 14, [np.nan, 2] + [0] * 14, [3, 4] + [0] * 14], np.float32), 16
+    )
     whole = halves.reshape(2, 3, 16).astype(np.float32).sum(axis=0) * factors[:, None]
     assert np.isnan(whole[:2]).sum(axis=1).tolist() == [1, 1]
     assert np.sort(whole[2])[-2:].tolist() == [3, 4]
@@ -177,7 +184,9 @@ def test_large_tiles_of_tf32_are_for_products() -> None:
 
 def test_patches_are_not_divided() -> None:
     problem = Problem(4, 64, (Source(28, 28, 64, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),), dtype="float32")
-    assert "a kernel of its own" in (patch.refuse(problem, patch.candidates(replace(problem, dtype="float16"), HOPPER)[0]) or "")
+    assert "a kernel of its own" in (
+        patch.refuse(problem, patch.candidates(replace(problem, dtype="float16"), HOPPER)[0]) or ""
+    )
 
 
 def test_offers_are_such_that_run() -> None:
@@ -192,7 +201,8 @@ def test_offers_are_such_that_run() -> None:
 
 def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     exact, rounded = (
-        ranked(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER)[0].predicted for d in ("float32", "tfloat32")
+        ranked(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER)[0].predicted
+        for d in ("float32", "tfloat32")
     )
     assert 1.2 * rounded < exact < 4 * rounded
 

@@ -1,0 +1,83 @@
+"""The packed weights of the Hopper convolution kernels, as operands of a launch and in its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView, up
+from optdnn.kernels.conv import parameters as conv_params
+from optdnn.kernels.conv import parts_kernel
+from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.conv.problem import Problem
+from optdnn.types import Array, to_tf32
+
+Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
+"""Meaning of a launch: the kind of the operator that it computes, its attributes, and the tensors that it reads."""
+
+
+def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> dict[str, TensorView]:
+    """The packed weights of all sources, by their operand name in the launch. fp32 in parts: with the factors of its channels."""
+    rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
+    key = ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem))
+
+    def pack() -> Array:
+        return conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds])
+
+    @cache
+    def parts() -> tuple[Array, Array]:
+        whole = np.zeros((problem.channels, problem.k_steps * problem.block), np.float32)
+        packed = pack()
+        whole[: len(packed)] = packed
+        return parts_kernel.divided(whole, problem.block)
+
+    def constant(name: str, make: Callable[[], Array], *more: object) -> TensorView:
+        array = b.kept.once((*key, *more), [f.weight for f in feeds], make, final=True)
+        return b.constant(array, f"{op.outputs[0].name}.{name}")
+
+    if not problem.parts:
+        return {"weights": constant("weights", pack)}
+    halves = constant("weights", lambda: parts()[0], problem.channels, "halves")
+    return {"weights": halves, "factors": constant("factors", lambda: parts()[1], problem.channels, "factors")}
+
+
+def packed_weights(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> TensorView:
+    """The packed weights of all sources, if the launch has no other operands for them."""
+    (weights,) = weight_operands(b, op, problem, feeds).values()
+    return weights
+
+
+def with_parts(meaning: Meaning, problem: Problem, operands: Mapping[str, TensorView]) -> Meaning:
+    """The meaning of a launch whose weights are the sums of two parts, times a factor per channel."""
+    (kind, attrs, (*reads,)), weights, factors = meaning, operands["weights"], operands["factors"]
+    channels = list[int]()
+    at = tuple(k for k, x in enumerate(reads) if x is not None and x.buffer == weights.buffer)
+    depth, more = weights.shape[1], list[TensorView]()
+    for k in at:
+        x = reads[k]
+        assert x is not None
+        rows = x.strides.index(1)  # the axes before the input channels
+        channels.append(x.shape[rows])
+        whole = replace(x, shape=(*x.shape[:rows], up(x.shape[rows], problem.block), *x.shape[rows + 1 :]))
+        reads[k] = whole
+        more.append(replace(whole, offset=x.offset + problem.channels * depth))
+        more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
+    own = {
+        "of": kind,
+        "own": tuple(sorted(attrs)),
+        "at": at,
+        "counts": tuple(channels),
+        "order": parts_kernel.kernel_order(problem.block),
+    }
+    assert not own.keys() & attrs.keys(), "the launch's own attributes have these names"
+    return "WeightsInParts", {**own, **attrs}, [*reads, *more]
+
+
+def _together(problem: Problem) -> tuple[object, ...]:
+    """Further keys of packed weights if several frames of a volume form one image."""
+    return (problem.sources[0].depth,) if problem.together > 1 else ()
