@@ -194,11 +194,12 @@ class WeightsInPartsAttrs(HeldAttrs):
     each of its rows. The second parts and the factors follow the operands, in the order of ``at``.
 
     The axis after the rows has ``counts`` channels, one count for each operand, padded to whole blocks. ``order``: the place in its
-    block of each channel."""
+    block of each channel. ``scaled``: after the factors of each operand follow scales of its other axes."""
 
     at: tuple[int, ...]
     counts: tuple[int, ...]
     order: tuple[int, ...]
+    scaled: bool = False
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -321,9 +322,10 @@ def _infer_turned_heads(call: Call) -> Result:
 
 def _infer_weights_in_parts(call: Call) -> Result:
     a: WeightsInPartsAttrs = call.attrs
-    reads = list(call.types[: len(call.types) - 2 * len(a.at)])
+    each = 3 if a.scaled else 2
+    reads = list(call.types[: len(call.types) - each * len(a.at)])
     for i, k in enumerate(a.at):
-        axis, dims = len(call.type(len(reads) + 2 * i + 1).dims), list(call.type(k).dims)
+        axis, dims = len(call.type(len(reads) + each * i + 1).dims), list(call.type(k).dims)
         dims[axis] = a.counts[i]
         reads[k] = TensorType(FP32, tuple(dims))
     return Result(infer_as(call, a.of, a.own, reads).types)

@@ -132,6 +132,8 @@ def label_of(step: Step) -> str:
     op: Any = step.params.get("op") or {}
     attrs: Any = op.get("attrs") or step.params.get("attrs") or {}
     kind = str(step.params.get("kind") or op.get("kind") or step.executor)
+    if kind == "WeightsInParts":
+        kind = str(attrs["of"])
     stages = [
         *([] if kind == "Pointwise" else [kind]),
         *(str(s["stage"][0]) for s in attrs.get("epilogue") or () if isinstance(s, Mapping) and "stage" in s),

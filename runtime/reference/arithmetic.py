@@ -166,7 +166,7 @@ PRODUCTS: dict[str, Products] = {
     "TiledPackedMatMul": _matmul,
     "TurnedHeads": lambda shapes, out, attrs: products_of(attrs["of"], shapes[:-1], out, attrs),
     "WeightsInParts": lambda shapes, out, attrs: products_of(
-        attrs["of"], shapes[: len(shapes) - 2 * len(attrs["at"])], out, attrs
+        attrs["of"], shapes[: len(shapes) - (3 if attrs["scaled"] else 2) * len(attrs["at"])], out, attrs
     ),
 }
 

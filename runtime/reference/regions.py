@@ -109,21 +109,28 @@ def turned_heads(
 
 def weights_in_parts(
     run: Run, *operands: Array | None, of: str, own: Sequence[str], at: Sequence[int], counts: Sequence[int], order: Sequence[int],
-    **attrs: Any,
+    scaled: bool = False, **attrs: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The operator ``of``. Each operand of ``at`` is a sum of two parts, times a factor for each of its rows: after the operands
     follow the second part and the factors of each. The axis after the rows has blocks of channels; ``order`` is the place of each
-    channel in its block, and ``counts`` the channels of each operand without padding."""
-    count = len(operands) - 2 * len(at)
+    channel in its block, and ``counts`` the channels of each operand without padding. ``scaled``: scales of the other axes follow
+    each factor."""
+    each = 3 if scaled else 2
+    count = len(operands) - each * len(at)
     reads = list(operands[:count])
-    for k, channels, rest, factor in zip(at, counts, operands[count::2], operands[count + 1 :: 2], strict=True):
+    for i, (k, channels) in enumerate(zip(at, counts, strict=True)):
+        rest, factor, *scales = operands[count + i * each : count + (i + 1) * each]
         first = reads[k]
         assert first is not None
         assert rest is not None
         assert factor is not None
         places = [i // len(order) * len(order) + order[i % len(order)] for i in range(channels)]
         whole = np.take(first + rest, places, axis=factor.ndim)
-        reads[k] = whole * factor.reshape(*factor.shape, *(1,) * (whole.ndim - factor.ndim))
+        whole = whole * factor.reshape(*factor.shape, *(1,) * (whole.ndim - factor.ndim))
+        for scale in scales:
+            assert scale is not None
+            whole = whole * scale
+        reads[k] = whole
     return tuple(run(of, reads, {name: attrs[name] for name in own}))
 
 

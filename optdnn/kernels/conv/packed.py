@@ -21,6 +21,22 @@ Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
 """Meaning of a launch: the kind of the operator that it computes, its attributes, and the tensors that it reads."""
 
 
+def _input_scales(b: Builder, feed: Feed) -> Array | None:
+    """The powers of two by which a source's input channels are scaled down before fp32 is multiplied in parts; None: all are 1."""
+
+    def make() -> Array:
+        shifts = parts_kernel.input_shifts(feed.weight)
+        return np.ones(0, np.float32) if shifts is None else np.ldexp(np.float32(1), shifts)
+
+    found = b.kept.once(("input scales",), [feed.weight], make)
+    return found if found.size else None
+
+
+def is_equalized(b: Builder, feeds: Sequence[Feed]) -> bool:
+    """Whether input channels of fp32 in parts need scales."""
+    return any(_input_scales(b, f) is not None for f in feeds)
+
+
 def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> dict[str, TensorView]:
     """The packed weights of all sources, by their operand name in the launch. fp32 in parts: with the factors of its channels."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
@@ -32,9 +48,19 @@ def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed])
     @cache
     def parts() -> tuple[Array, Array]:
         whole = np.zeros((problem.channels, problem.k_steps * problem.block), np.float32)
-        packed = pack()
+        packed = pack() / scales() if problem.equalized else pack()
         whole[: len(packed)] = packed
         return parts_kernel.divided(whole, problem.block)
+
+    def scales() -> Array:  # along K, in the order of the packed weights
+        found = [_input_scales(b, f) for f in feeds]
+        each = [np.ones(f.weight.shape[1], np.float32) if c is None else c for f, c in zip(feeds, found, strict=True)]
+        wide = [
+            np.broadcast_to(c.reshape(1, -1, *(1,) * (f.weight.ndim - 2)), (1, *f.weight.shape[1:]))
+            for f, c in zip(feeds, each, strict=True)
+        ]
+        packed = conv_params.pack_weights(problem, wide)[0]
+        return np.where(packed == 0, np.float32(1), packed)  # the padding of blocks
 
     def constant(name: str, make: Callable[[], Array], *more: object) -> TensorView:
         array = b.kept.once((*key, *more), [f.weight for f in feeds], make, final=True)
@@ -43,7 +69,8 @@ def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed])
     if not problem.parts:
         return {"weights": constant("weights", pack)}
     halves = constant("weights", lambda: parts()[0], problem.channels, "halves")
-    return {"weights": halves, "factors": constant("factors", lambda: parts()[1], problem.channels, "factors")}
+    made = {"weights": halves, "factors": constant("factors", lambda: parts()[1], problem.channels, "factors")}
+    return {**made, "input_scales": constant("input_scales", scales, "scales")} if problem.equalized else made
 
 
 def packed_weights(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> TensorView:
@@ -53,7 +80,7 @@ def packed_weights(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) 
 
 
 def with_parts(meaning: Meaning, problem: Problem, operands: Mapping[str, TensorView]) -> Meaning:
-    """The meaning of a launch whose weights are the sums of two parts, times a factor per channel."""
+    """The meaning of a launch whose weights are the sums of two parts, times a factor per channel, and a scale per input channel."""
     (kind, attrs, (*reads,)), weights, factors = meaning, operands["weights"], operands["factors"]
     channels = list[int]()
     at = tuple(k for k, x in enumerate(reads) if x is not None and x.buffer == weights.buffer)
@@ -67,12 +94,15 @@ def with_parts(meaning: Meaning, problem: Problem, operands: Mapping[str, Tensor
         reads[k] = whole
         more.append(replace(whole, offset=x.offset + problem.channels * depth))
         more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
+        if problem.equalized:
+            more.append(operands["input_scales"].view(x.shape[rows:], x.strides[rows:], x.offset % depth))
     own = {
         "of": kind,
         "own": tuple(sorted(attrs)),
         "at": at,
         "counts": tuple(channels),
         "order": parts_kernel.kernel_order(problem.block),
+        "scaled": problem.equalized,
     }
     assert not own.keys() & attrs.keys(), "the launch's own attributes have these names"
     return "WeightsInParts", {**own, **attrs}, [*reads, *more]

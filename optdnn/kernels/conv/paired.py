@@ -30,7 +30,7 @@ from optdnn.kernels.conv.hopper import (
     row_width,
     with_pitch,
 )
-from optdnn.kernels.conv.packed import weight_operands
+from optdnn.kernels.conv.packed import is_equalized, weight_operands
 from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import Stage
@@ -194,6 +194,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         return conv_problem.Problem(
             batch, 2 * channels, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), beside=(("bias",), *beside.rendered), pitches=hopper_launch.paired_pitches(c.out),
+            equalized=self.parts and is_equalized(b, c.feeds),
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:

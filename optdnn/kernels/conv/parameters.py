@@ -152,7 +152,7 @@ def parameters(
         made.pointer(*DYNAMIC)
     put_edges(made, problem)
     if problem.parts:
-        made.pointer("factors")
+        made.pointer("factors", *(("input_scales",) if problem.equalized else ()))
     if problem.turn is not None:
         made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made

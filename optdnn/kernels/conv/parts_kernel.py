@@ -21,9 +21,9 @@ from optdnn.types import Array
 FUNCTION = "conv_parts_sm90"
 PIXELS = 64
 """Pixels of a warpgroup: wgmma's M."""
-MOST_COLUMNS = 160
+MOST_COLUMNS = 144
 """Most channels of a warpgroup: a thread has the sums of a K step, and the whole sums."""
-WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160)
+WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 136, 144)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 _BARRIER_BYTES = 1024
 _NAME = re.compile(
@@ -91,6 +91,24 @@ def kernel_order(block: int) -> tuple[int, ...]:
     return tuple(e // 4 % steps * 16 + e % 4 // 2 * 8 + e // (4 * steps) * 2 + e % 2 for e in range(block))
 
 
+LEVEL = 8
+"""Input channels get scales if the largest weights of two of them differ by more than this power of two."""
+LOWEST = -60
+"""The least power of two that is a scale: products below it are lost beside those of other channels."""
+
+
+def input_shifts(weights: Array) -> Array | None:
+    """Powers of two by which input channels of ``[output channels, input channels, ...]`` fp32 weights are scaled down, int32 and at most 0;
+    the largest weights of the channels are of one size then. None: they are about that already."""
+    largest = np.abs(weights).reshape(*weights.shape[:2], -1).max(axis=(0, 2), initial=0.0)
+    used = np.isfinite(largest) & (largest > 0)
+    if not used.any():
+        return None
+    shifts = np.frexp(np.where(used, largest, largest[used].max()))[1]
+    shifts -= shifts.max()
+    return None if shifts.min() >= -LEVEL else np.maximum(shifts, LOWEST).astype(np.int32)
+
+
 def divided(weights: Array, block: int) -> tuple[Array, Array]:
     """fp32 rows ``[channels, depth]`` as fp16 in two parts, ``[2 * channels, depth]`` in the kernel's order, and the factor of each channel.
 
@@ -111,7 +129,7 @@ def divided(weights: Array, block: int) -> tuple[Array, Array]:
 
 def stage_bytes(problem: Problem, config: PartsConfig) -> int:
     """Bytes of shared memory of a stage of the ring."""
-    return whole_kib(sum(config.tile) * problem.span)
+    return whole_kib((sum(config.tile) + problem.equalized) * problem.span)
 
 
 def shared_bytes(problem: Problem, config: PartsConfig) -> int:
@@ -154,7 +172,7 @@ def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, check
     defines = {
         "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
         "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split, "MODE0": modes[0], "MODE1": modes[1],
-        "SHARED_BYTES": shared_bytes(problem, config),
+        "EQUALIZED": int(problem.equalized), "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
     return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))

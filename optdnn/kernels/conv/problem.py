@@ -205,6 +205,8 @@ class Problem(WithEpilogue):
     """The norm of the residual's rows. The launch reads its scale; its shift is part of the bias."""
     turn: HeadTurn | None = None
     """Rotary position embedding of heads of the result."""
+    equalized: bool = False
+    """Whether input channels have scales, which bring their weights to one size (:func:`.parts_kernel.input_shifts`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:

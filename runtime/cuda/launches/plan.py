@@ -189,6 +189,11 @@ class ReferenceOp:
     reads: tuple[OperandView | None, ...]
     writes: tuple[OperandView | None, ...]
 
+    @property
+    def label(self) -> str:
+        """The kind to show: if weights are in parts, that of the operator which reads them."""
+        return str(self.attrs["of"]) if self.kind == "WeightsInParts" else self.kind
+
 
 @dataclass(frozen=True)
 class CudaStep:

@@ -309,7 +309,7 @@ def profile_gpu(
     for k, (step, plan, us) in enumerate(zip(program.steps, steps, times, strict=True)):
         roofline = None
         if isinstance(plan, CudaStep):
-            kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
+            kind, tactic, work = plan.meaning.label, plan.tactic, work_of(step, plan, program)
             roofline = ceilings.seconds(work) * 1e6 / us if us > 0 else None
         elif isinstance(plan, CopyPlan):
             kind, tactic, work = f"copy to {plan.to}", "copy", Work(0, plan.nbytes, False, plan.dtype)

@@ -21,16 +21,17 @@ from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv.hopper_launch import in_one_order, ranked, read
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
-from optdnn.kernels.conv.parts_kernel import PartsConfig, divided, kernel_order
+from optdnn.kernels.conv.parts_kernel import PartsConfig, divided, input_shifts, kernel_order
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.engine import Engine
 
 HOPPER = gpu_facts.of_arch("sm_90a")
 CONFIGS = (
-    PartsConfig(2, 1, 96, 3), PartsConfig(1, 2, 96, 3), PartsConfig(1, 1, 96, 5), PartsConfig(2, 1, 160, 4), PartsConfig(2, 1, 64, 3, 2),
+    PartsConfig(2, 1, 96, 3), PartsConfig(1, 2, 96, 3), PartsConfig(1, 1, 96, 5), PartsConfig(2, 1, 144, 4), PartsConfig(2, 1, 64, 3, 2),
     PartsConfig(1, 1, 40, 2, 3), PartsConfig(1, 2, 32, 2), PartsConfig(1, 1, 8, 2), PartsConfig(1, 1, 24, 12, 2), PartsConfig(2, 1, 104, 4, 4),
     PartsConfig(1, 1, 56, 4, 8), PartsConfig(1, 2, 128, 3),
 )  # fmt: skip
@@ -57,8 +58,19 @@ def deep(n: Net) -> Any:
     return n.op("MatMul", n.op("Abs", n.input(64, 8192)), n.op("Abs", n.random(8192, 64)))
 
 
+def scaled(n: Net) -> Any:
+    """Input channels whose weights are of very different sizes, in both sources of a sum."""
+    x, rng, sizes = n.input(2, 40, 12, 12), np.random.default_rng(0), 10.0 ** np.linspace(-12, 3, 40)
+    weights = [rng.standard_normal((72, 40, k, k)) * s[:, None, None] for k, s in ((3, sizes), (1, sizes[::-1]))]
+    y, added = (
+        n.op("Conv", x, n.const(w.astype(np.float32)), attrs=ConvAttrs((1, 1), (k, k, k, k), (1, 1)))
+        for k, w in enumerate(weights[::-1])
+    )
+    return n.op("Relu", n.op("Add", y, added))
+
+
 NETS: dict[str, tuple[Callable[[Net], Any], Any]] = {
-    "image": (image, PartsConv), "product": (product, PartsGemm), "deep": (deep, PartsGemm),
+    "image": (image, PartsConv), "product": (product, PartsGemm), "deep": (deep, PartsGemm), "scaled": (scaled, PartsConv),
 }  # fmt: skip
 
 
@@ -88,7 +100,7 @@ def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
     assert all(reason in r for r in refused)
 
 
-@pytest.mark.parametrize(("channels", "kernel", "filters"), [(16, 1, 16), (21, 3, 16), (64, 1, 21)])
+@pytest.mark.parametrize(("channels", "kernel", "filters"), [(24, 1, 20), (32, 1, 4), (64, 1, 21)])
 def test_scalar_units_go_first(channels: int, kernel: int, filters: int) -> None:
     """Other kernels are predicted to be faster if tiles are small, or if an operand or the result would be copied."""
     n = Net()
@@ -112,7 +124,7 @@ def rows(count: int, channels: int, depth: int) -> Problem:
 
 
 @pytest.mark.parametrize(("config", "reason"), [
-    (replace(CONFIGS[0], columns=168), "not a tile of this kernel"),
+    (replace(CONFIGS[0], columns=160), "not a tile of this kernel"),
     (replace(CONFIGS[1], columns=136), "not a tile of this kernel"),
     (replace(CONFIGS[0], pixel_groups=3), "not a tile of this kernel"),
     (replace(CONFIGS[0], stages=1), "a ring has 2 to 16 stages"),
@@ -163,6 +175,22 @@ def test_parts_and_factors_give_the_weights(block: int) -> None:
     assert np.all(np.frexp(factors)[0] == 0.5)
     largest = np.abs(first).max(axis=1)[weights.any(axis=1)]
     assert np.all((largest >= 2**14) & (largest <= 2**15))
+
+
+def test_input_channels_of_one_size_have_no_scales() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((20, 12, 3, 3)).astype(np.float32)
+    assert input_shifts(weights) is None
+    assert input_shifts(np.zeros((4, 4), np.float32)) is None
+    weights[:, 3] *= 2.0**-40
+    weights[:, 5] *= 2.0**-90
+    weights[:, 7], weights[:, 8, 0] = 0, np.inf
+    shifts = input_shifts(weights)
+    assert shifts is not None
+    assert -42 <= shifts[3] <= -38
+    assert shifts[5] == -60
+    assert shifts[7] == shifts[8] == shifts.max() == 0
+    assert np.delete(shifts, [3, 5]).min() >= -2
 
 
 def test_weights_that_are_not_finite_stay_so() -> None:
@@ -265,6 +293,24 @@ def test_sums_of_one_sign_have_a_small_bias_on_a_gpu() -> None:
     (got,) = context.run(feeds).values()
     (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
     assert abs(float(np.mean(got / want - 1))) < 4e-7
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("largest", [0, 6, 9, 20, 38])
+def test_a_large_number_costs_its_neighbors_no_precision_on_a_gpu(largest: int) -> None:
+    """Each result is one of the numbers: the others of its row, up to 10^largest, have the weight zero."""
+    n = Net()
+    rng = np.random.default_rng(0)
+    graph = n.done(n.op("MatMul", n.input(70, 96), n.const(np.eye(96, dtype=np.float32)[:, rng.permutation(96)])))
+    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    (x,) = feeds.values()
+    x *= np.float32(10) ** rng.uniform(-largest, largest - 0.5 if largest == 38 else largest, x.shape).astype(
+        np.float32
+    )
+    (got,) = context.run(feeds).values()
+    (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.hopper

@@ -219,7 +219,7 @@ def test_the_kernel_compiles_without_spills() -> None:
         ):
             check_no_spills(made, config)
         check_no_spills(replace(made, dtype="tfloat32", out="float32"), Config(2, 1, 1, 96, 2, direct=True))
-        check_no_spills(replace(made, dtype="float32"), PartsConfig(2, 1, 160, 3))
+        check_no_spills(replace(made, dtype="float32"), PartsConfig(2, 1, 144, 3))
 
 
 def test_biases_of_both_factors_are_added() -> None:

@@ -144,7 +144,7 @@ def test_the_kernel_compiles_without_spills() -> None:
     ):
         check_no_spills(problem, config)
     check_no_spills(replace(problem, dtype="tfloat32", out="float32"), Config(2, 1, 1, 96, 3, direct=True))
-    check_no_spills(replace(problem, dtype="float32"), PartsConfig(2, 1, 160, 4))
+    check_no_spills(replace(problem, dtype="float32"), PartsConfig(2, 1, 144, 4))
 
 
 def large(n: Net) -> Value:

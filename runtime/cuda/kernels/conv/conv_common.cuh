@@ -108,6 +108,9 @@ struct Params {
 #endif
 #if PARTS
     const float* factors;                          // of each channel's sums
+#if EQUALIZED
+    const float* input_scales;                     // of each input channel, along K
+#endif
 #endif
 #if TURNED
     const uint4* angles;                           // cosines and sines of each position

@@ -6,6 +6,8 @@
 // Powers of two keep all parts within the range of fp16. The build scales the weights of each channel and divides them; ``factors`` undoes the
 // scale. Warps divide the pixels as they load them. Each K step of a pixel has a scale of its own, which brings the largest of its values to
 // 2^14 or more. The rest of a value keeps all its bits if the value is at least 2^-16 of that. Others lose bits below 2^-39 of the largest.
+// If a value is below 2^-20 of it, the products of what the parts lack are added, too. EQUALIZED: the weights of some input channels are much
+// smaller than others. The build scales them up, and ``input_scales`` scales their pixels down.
 //
 // Tensor cores truncate in their additions. So the products of a K step are summed by themselves, those with a rest first. One fp32 FMA adds
 // each sum, times the inverse of its pixel's scale, to the total. An infinity becomes NaN: its rest is NaN.
@@ -17,7 +19,7 @@
 // others send it their sums.
 //
 // generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
-// STAGES, SPLIT, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
+// STAGES, SPLIT, EQUALIZED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int WGM = CHANNEL_GROUPS, WGN = PIXEL_GROUPS, MT = 1, BN = 64;       // names of conv_loads.cuh: TMA loads 64 pixels at a time
@@ -27,8 +29,10 @@ constexpr int TILE_CHANNELS = CHANNEL_GROUPS * GROUP_CHANNELS, TILE_PIXELS = PIX
 constexpr int PIXEL_PART = 64, WEIGHT_PART = TILE_CHANNELS;
 constexpr int SPAN = BK * 4, WEIGHT_SPAN = BK * 2, STEPS = BK / 16;            // bytes of a pixel and of a part of a channel in a K step; wgmmas
 constexpr u32 PIXEL_BYTES = 64 * SPAN, PART_BYTES = TILE_CHANNELS * WEIGHT_SPAN, WEIGHT_BYTES = 2 * PART_BYTES;
-constexpr u32 WEIGHTS_AT = PIXEL_GROUPS * PIXEL_BYTES, STAGE_BYTES = (WEIGHTS_AT + WEIGHT_BYTES + 1023) / 1024 * 1024;
-constexpr u32 LOADED_BYTES = WEIGHTS_AT + WEIGHT_BYTES, BARRIER_BYTES = 1024, OUT_BYTES = 0;
+constexpr u32 WEIGHTS_AT = PIXEL_GROUPS * PIXEL_BYTES;
+constexpr u32 SCALES_AT = WEIGHTS_AT + WEIGHT_BYTES, LOADED_BYTES = SCALES_AT + (EQUALIZED ? BK * 4 : 0), BARRIER_BYTES = 1024, OUT_BYTES = 0;
+constexpr u32 STAGE_BYTES = (LOADED_BYTES + 1023) / 1024 * 1024;
+constexpr int EVEN = 20;                           // a value below 2^-20 of the largest one of its K step needs further products
 constexpr int EIGHTS = GROUP_CHANNELS / 8, SLOTS = (EIGHTS + SPLIT - 1) / SPLIT;      // blocks of eight channels; those that a rank finishes
 constexpr u32 BLOCK_BYTES = 128 * 16, INBOX_BYTES = SPLIT > 1 ? SLOTS * SPLIT * BLOCK_BYTES : 0;   // sums of eight channels; of a warpgroup
 static_assert(SHARED_BYTES >= BARRIER_BYTES + STAGES * STAGE_BYTES + GROUPS * INBOX_BYTES, "the launch reserves what the block uses");
@@ -42,42 +46,80 @@ constexpr int RELEASERS = 1;
 
 #include "conv_loads.cuh"
 
-// Four values of each of two pixels for each wgmma of a K step: operand A, divided.
+// Four values of each of two pixels, eight rows apart, for each wgmma of a K step.
+struct Values {
+    float4 v[2][STEPS];
+
+    // at: this lane's first pixel in shared memory; row: its number; scales: of the K step's input channels.
+    __device__ __forceinline__ void load(u32 at, int row, u32 scales, int lane) {
+        const int swizzle = SPAN == 128 ? row % 8 : row / 2 % 4;
+        #pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const int chunk = lane % 4 * STEPS + s;
+            #pragma unroll
+            for (int i = 0; i < 2; i++) shared_load(at + i * 8 * SPAN + (chunk ^ swizzle) * 16, v[i][s]);
+            if (!EQUALIZED) continue;
+            float4 c;
+            shared_load(scales + chunk * 16, c);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) v[i][s].x *= c.x, v[i][s].y *= c.y, v[i][s].z *= c.z, v[i][s].w *= c.w;
+        }
+    }
+};
+
+// These values as operand A, divided.
 struct Pixels {
     u32 first[STEPS][4], rest[STEPS][4];
     float inverse[2];                              // of the scales: 2^(e - 14), where the largest value of the pixel is in [2^e, 2^(e + 1))
+    bool uneven;                                   // a value lost bits that its products may need
 
-    // at: this lane's first pixel; the second one is 8 rows further. row: its number.
-    __device__ __forceinline__ void load(u32 at, int row, int lane) {
-        const int swizzle = SPAN == 128 ? row % 8 : row / 2 % 4;
-        float4 v[2][STEPS];
-        #pragma unroll
-        for (int i = 0; i < 2; i++)
-            #pragma unroll
-            for (int s = 0; s < STEPS; s++) shared_load(at + i * 8 * SPAN + ((lane % 4 * STEPS + s) ^ swizzle) * 16, v[i][s]);
+    __device__ __forceinline__ void divide(const Values& x) {
         float most[2] = {};
+        u32 least[2] = {~0u, ~0u};                 // twice the bits of the smallest value, without its sign, minus one: zeros do not count
         #pragma unroll
         for (int i = 0; i < 2; i++)
             #pragma unroll
-            for (int s = 0; s < STEPS; s++)
-                most[i] = fmaxf(most[i], fmaxf(fmaxf(fabsf(v[i][s].x), fabsf(v[i][s].y)), fmaxf(fabsf(v[i][s].z), fabsf(v[i][s].w))));
+            for (int s = 0; s < STEPS; s++) {
+                const float4 v = x.v[i][s];
+                most[i] = fmaxf(most[i], fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+                least[i] = min(least[i], min(min(doubled(v.x), doubled(v.y)), min(doubled(v.z), doubled(v.w))));
+            }
         #pragma unroll
         for (int lanes = 1; lanes < 4; lanes *= 2)
             #pragma unroll
             for (int i = 0; i < 2; i++) most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], lanes));
+        uneven = false;
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 exponent = max(__float_as_uint(most[i]) >> 23 & 0xff, 15u);
             const float scale = __uint_as_float((268 - exponent) << 23);
+            uneven |= least[i] < (exponent - min(exponent, u32(EVEN))) << 24;
             inverse[i] = __uint_as_float((exponent - 14) << 23);
             #pragma unroll
             for (int s = 0; s < STEPS; s++) {
-                divide_pair(v[i][s].x, v[i][s].y, scale, first[s][i], rest[s][i]);
-                divide_pair(v[i][s].z, v[i][s].w, scale, first[s][i + 2], rest[s][i + 2]);
+                divide_pair(x.v[i][s].x, x.v[i][s].y, scale, first[s][i], rest[s][i]);
+                divide_pair(x.v[i][s].z, x.v[i][s].w, scale, first[s][i + 2], rest[s][i + 2]);
             }
         }
     }
 
+    // What the parts of the values lack, times their scale.
+    __device__ __forceinline__ void take_remains(Values& x) const {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float scale = __uint_as_float((254u << 23) - __float_as_uint(inverse[i]));
+            #pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                float4& v = x.v[i][s];
+                v.x = fmaf(v.x, scale, -low_half(first[s][i])) - low_half(rest[s][i]);
+                v.y = fmaf(v.y, scale, -high_half(first[s][i])) - high_half(rest[s][i]);
+                v.z = fmaf(v.z, scale, -low_half(first[s][i + 2])) - low_half(rest[s][i + 2]);
+                v.w = fmaf(v.w, scale, -high_half(first[s][i + 2])) - high_half(rest[s][i + 2]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ u32 doubled(float x) { return (__float_as_uint(x) << 1) - 1; }
     static __device__ __forceinline__ void divide_pair(float x, float y, float scale, u32& first, u32& rest) {
         first = pack2(x * scale, y * scale);
         rest = pack2(fmaf(x, scale, -low_half(first)), fmaf(y, scale, -high_half(first)));
@@ -191,10 +233,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         if (GROUPS == 2) give_registers<40>();
         if (warp == CONSUMERS / 32 && elect_one()) {
             const int primed = k_count < STAGES ? k_count : STAGES;
-            for (int k = 0; k < primed; k++) {     // weights are constants
-                barrier_expect(full + 8 * k, LOADED_BYTES);
-                load_weights(p, ring + k * STAGE_BYTES + WEIGHTS_AT, full + 8 * k, 0, k_begin + k, to.channel, to.batch);
-            }
+            auto load_constants = [&](int stage, int k) {
+                barrier_expect(full + 8 * stage, LOADED_BYTES);
+                load_weights(p, ring + stage * STAGE_BYTES + WEIGHTS_AT, full + 8 * stage, 0, k_begin + k, to.channel, to.batch);
+#if EQUALIZED
+                bulk_load(ring + stage * STAGE_BYTES + SCALES_AT, p.input_scales + (k_begin + k) * BK, BK * 4, full + 8 * stage);
+#endif
+            };
+            for (int k = 0; k < primed; k++) load_constants(k, k);
             grid_dependency_wait();
             #pragma unroll 1
             for (int k = 0; k < primed; k++) load_stage(p, to, 0, ring + k * STAGE_BYTES, full + 8 * k);
@@ -205,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
                 for (; k < k_count; k++) {
                     if (fresh > 0) fresh--;        // a stage that was never filled
                     else barrier_wait(empty + 8 * stage, parity);
-                    barrier_expect(full + 8 * stage, LOADED_BYTES);
-                    load_weights(p, ring + stage * STAGE_BYTES + WEIGHTS_AT, full + 8 * stage, 0, k_begin + k, to.channel, to.batch);
+                    load_constants(stage, k);
                     load_stage(p, to, 0, ring + stage * STAGE_BYTES, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
@@ -226,21 +271,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
     for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
         float whole[GROUP_CHANNELS / 2] = {}, sums[GROUP_CHANNELS / 2];
         Pixels pixels[2];
+        auto values = [&](int of) {
+            Values x;
+            x.load(own_pixels + of * STAGE_BYTES, row, ring + of * STAGE_BYTES + SCALES_AT, lane);
+            return x;
+        };
+        auto divide = [&](Pixels& to, const Values& x) {
+            to.divide(x);
+            to.uneven = any_of(to.uneven, 1 + group, 128);
+        };
         auto load = [&](Pixels& to) {              // of the current stage
             barrier_wait(full + 8 * stage, parity);
-            to.load(own_pixels + stage * STAGE_BYTES, row, lane);
+            divide(to, values(stage));
         };
-        auto step = [&](const Pixels& own, Pixels& next, bool last) {
+        auto begin = [&](const Pixels& own, int of) {
             wgmma_fence();
-            multiply(sums, own, own_weights + stage * STAGE_BYTES);
+            multiply(sums, own, own_weights + of * STAGE_BYTES);
             wgmma_commit();
-            const u32 done = empty + 8 * stage;
+        };
+        auto add = [&](float first, float second) {        // times the inverse scales of the two pixels
+            #pragma unroll
+            for (int i = 0; i < GROUP_CHANNELS / 2; i++) whole[i] = fmaf(sums[i], i / 2 % 2 ? second : first, whole[i]);
+        };
+        auto step = [&](Pixels& own, Pixels& next, bool last) {
+            const int ended = stage;
+            begin(own, ended);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (!last) load(next);
             wgmma_wait<0>();
-            if (lane < RELEASERS) barrier_arrive(done);
-            #pragma unroll
-            for (int i = 0; i < GROUP_CHANNELS / 2; i++) whole[i] = fmaf(sums[i], own.inverse[i / 2 % 2], whole[i]);
+            float first = own.inverse[0], second = own.inverse[1];
+            if (own.uneven) {                      // seldom: products of what the parts lack
+                Values x = values(ended);
+                do {
+                    add(first, second);
+                    own.take_remains(x);
+                    divide(own, x);
+                    first *= own.inverse[0], second *= own.inverse[1];
+                    begin(own, ended);
+                    wgmma_wait<0>();
+                } while (own.uneven);
+            }
+            if (lane < RELEASERS) barrier_arrive(empty + 8 * ended);
+            add(first, second);
         };
         load(pixels[0]);
         #pragma unroll 1
