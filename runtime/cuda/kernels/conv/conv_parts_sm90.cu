@@ -32,6 +32,7 @@ constexpr u32 PIXEL_BYTES = 64 * SPAN, PART_BYTES = TILE_CHANNELS * WEIGHT_SPAN,
 constexpr u32 WEIGHTS_AT = PIXEL_GROUPS * PIXEL_BYTES;
 constexpr u32 SCALES_AT = WEIGHTS_AT + WEIGHT_BYTES, LOADED_BYTES = SCALES_AT + (EQUALIZED ? BK * 4 : 0), BARRIER_BYTES = 1024, OUT_BYTES = 0;
 constexpr u32 STAGE_BYTES = (LOADED_BYTES + 1023) / 1024 * 1024;
+constexpr float WEIGHTS_SCALE = 0x1p15f;           // what the weights are at most: totals would overflow before results do
 constexpr int EVEN = 20;                           // a value below 2^-20 of the largest one of its K step needs further products
 constexpr int EIGHTS = GROUP_CHANNELS / 8, SLOTS = (EIGHTS + SPLIT - 1) / SPLIT;      // blocks of eight channels; those that a rank finishes
 constexpr u32 BLOCK_BYTES = 128 * 16, INBOX_BYTES = SPLIT > 1 ? SLOTS * SPLIT * BLOCK_BYTES : 0;   // sums of eight channels; of a warpgroup
@@ -148,6 +149,7 @@ struct Block {
         channel = channel_, pixel = pixel_;
         const int near = min(channel, p.channels - 2);
         factor = __ldg(reinterpret_cast<const float2*>(p.factors + near));
+        factor.x *= WEIGHTS_SCALE, factor.y *= WEIGHTS_SCALE;
         constants[0] = channel_at(p, near), constants[1] = channel_at(p, near + 1);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -299,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (!last) load(next);
             wgmma_wait<0>();
-            float first = own.inverse[0], second = own.inverse[1];
+            float first = own.inverse[0] / WEIGHTS_SCALE, second = own.inverse[1] / WEIGHTS_SCALE;
             if (own.uneven) {                      // seldom: products of what the parts lack
                 Values x = values(ended);
                 do {
