@@ -285,18 +285,17 @@ def test_each_configuration_on_a_gpu(name: str, config: PartsConfig, monkeypatch
 
 @pytest.mark.hopper
 def test_sums_of_one_sign_have_a_small_bias_on_a_gpu() -> None:
-    """An error that always has one sign adds up from layer to layer. On an H200 it is -2.8e-7 here; truncated first parts gave
-    -5.5e-7, and -9.1e-7 with partial sums of 128."""
+    """An error that always has one sign adds up from layer to layer. On an H200 it is -8e-8 here."""
     graph = made("deep")
     context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     (got,) = context.run(feeds).values()
     (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
-    assert abs(float(np.mean(got / want - 1))) < 4e-7
+    assert abs(float(np.mean(got / want - 1))) < 2e-7
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("powers", [(0, 0), (-6, 6), (0, 9), (-20, 20), (-30, 37.5)])
+@pytest.mark.parametrize("powers", [(0, 0), (-6, 6), (0, 9), (-20, 20), (-3, 37.5)])
 def test_a_large_number_costs_its_neighbors_no_precision_on_a_gpu(powers: tuple[float, float]) -> None:
     """Each result is one of the numbers: the others of its row, of any size, have the weight zero."""
     n = Net()
