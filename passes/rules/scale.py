@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.affine import ONE, ZERO, Affine, round_to
-from optdnn.passes.support.facts import VIEWS, operand, producer, same_shape
+from optdnn.passes.support.facts import RESHAPES, VIEWS, operand, producer, same_shape
 from optdnn.passes.support.linear import LINEAR, Linear, absorb_scalars
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import FP64, Array, is_float
@@ -179,6 +179,25 @@ def gemm_scalars(graph: Graph, op: Op) -> Match | Miss | None:
     if absorbed is None or isinstance(absorbed, Miss):
         return absorbed
     return Match((op,), lambda patch: absorbed.add_to(patch, operand(op)))
+
+
+@rule("gemm_addend", {"Gemm"})
+def gemm_addend(graph: Graph, op: Op) -> Match | None:
+    """The addend of a Gemm leaves it, unless it is a vector of constants. Any kernel of products can add it in its epilogue."""
+    a, addend, dims = op.attrs, op.input(2), op.outputs[0].type.dims
+    if addend is None or a.beta != 1.0 or a.prologue or a.epilogue:
+        return None
+    constant = graph.constant_value(addend)
+    if constant is not None and constant.size == (constant.shape[-1] if constant.ndim else 1):
+        return None
+    view = producer(graph, addend, RESHAPES)
+    if view is not None and dims == (1, *graph.type(addend).dims) == graph.type(operand(view)).dims:
+        addend = operand(view)  # tf2onnx makes a vector of one row, which other rules would not see as the row
+
+    def build(patch: Patch) -> Value:
+        return patch.add("Add", [patch.add("Gemm", op.inputs[:2], a), addend])
+
+    return Match((op,), build)
 
 
 def _merged(kind: str, a: Array, b: Array, like: Array, *, factor: bool | None = None) -> Array | Miss:

@@ -13,7 +13,7 @@ from support.net import Net
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import GemmAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.fuse_conv_bn import FuseConvBn
 from optdnn.types import INT64
@@ -361,6 +361,38 @@ def test_a_computed_value_keeps_its_factor() -> None:
     y = n.op("Gemm", n.input(2, 6), n.random(6, 4), n.input(4, name="c"), attrs=GemmAttrs(0.5, 3.0))
     graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1)
     assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(1.0, 3.0)
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(2, (2, 4)), (2, (4,)), (2, (2, 1)), (2, (1, 4)), (2, ()), (1, (1, 4))])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_computed_addend_leaves_the_gemm(rows: int, shape: tuple[int, ...], transposed: bool) -> None:
+    n = Net()
+    weight = n.random(4, 6) if transposed else n.random(6, 4)
+    y = n.op("Gemm", n.input(rows, 6), weight, n.input(*shape, name="c"), attrs=GemmAttrs(transB=transposed))
+    graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"Gemm": 1, "Add": 1}, rules={"gemm_addend": 1})
+    assert graph.of_kind("Gemm")[0].input(2) is None
+
+
+def test_constants_that_are_no_vector_leave_the_gemm() -> None:
+    n = Net()
+    y = n.op("Gemm", n.input(2, 6), n.random(6, 4), n.random(2, 4), attrs=GemmAttrs())
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"Gemm": 1, "Add": 1}, rules={"gemm_addend": 1})
+
+
+def test_vectors_of_constants_and_scaled_addends_stay_in_the_gemm() -> None:
+    n = Net()
+    check_untouched(ARITHMETIC, n.done(n.op("Gemm", n.input(2, 6), n.random(6, 4), n.random(1, 4), attrs=GemmAttrs())))
+    n = Net()
+    y = n.op("Gemm", n.input(2, 6), n.random(6, 4), n.input(2, 4, name="c"), attrs=GemmAttrs(1.0, 3.0))
+    check_untouched(ARITHMETIC, n.done(y))
+
+
+def test_a_view_of_one_row_is_left_out_of_the_sum() -> None:
+    """Rows of one LSTM step, as tf2onnx writes them for a batch of 1."""
+    n = Net()
+    other = n.op("Reshape", n.op("Exp", n.input(1, 4, name="c")), n.ints(4), attrs=ReshapeAttrs())
+    y = n.op("Gemm", n.input(1, 6), n.random(6, 4), other, attrs=GemmAttrs())
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"Gemm": 1, "Exp": 1, "Add": 1})
 
 
 def test_factors_that_overflow_stay() -> None:

@@ -41,7 +41,9 @@ def by_a_computed_matrix(n: Net) -> Value:
             "it is not a product of rows with a matrix",
         ),
         (
-            lambda n: n.op("Gemm", n.input(4, 64), n.random(64, 32), n.random(4, 32)),
+            lambda n: n.op(
+                "Gemm", n.input(4, 64), n.random(64, 32), n.input(4, 32, name="c"), attrs=GemmAttrs(beta=2.0)
+            ),
             "gemm_sm90",
             "its third operand is not a constant row",
         ),
