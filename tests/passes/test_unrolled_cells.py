@@ -83,6 +83,17 @@ def reset_first_gru(c: Cell, x: Value, h: Value, other: Value | None = None) -> 
     return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), new))  # type: ignore[no-any-return]
 
 
+def opened_gru(c: Cell, x: Value, h: Value, form: str = "kept") -> Value:
+    """The update gate multiplies the new state (Chung et al., 2014)."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", hz, xz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    if form == "difference":
+        return n.op("Add", h, n.op("Mul", z, n.op("Sub", new, h)))  # type: ignore[no-any-return]
+    return n.op("Add", n.op("Mul", n.op("Sub", 1.0, z), h), n.op("Mul", z, new))  # type: ignore[no-any-return]
+
+
 def light_gru(c: Cell, x: Value, h: Value, kind: str = "Relu") -> Value:
     """SpeechBrain's LiGRU: no reset gate."""
     n = c.n
@@ -155,6 +166,15 @@ def test_a_gru_whose_reset_gate_comes_before_the_product() -> None:
     graph, _ = check_pass(PASS, gru_steps(reset_first_gru), changes=1, rules={"unrolled_cells": 1})
     (layer,) = graph.of_kind("GRU")
     assert not layer.attrs.linear_before_reset
+    assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+@pytest.mark.parametrize("form", ["kept", "difference"])
+def test_a_gru_whose_update_gate_multiplies_the_new_state(form: str) -> None:
+    steps = gru_steps(lambda c, x, h: opened_gru(c, x, h, form))
+    graph, _ = check_pass(PASS, steps, changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert layer.attrs.linear_before_reset
     assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
 
 
