@@ -229,6 +229,7 @@ RULES: Mapping[str, str] = {
     "upsampled_convolution": "convolutions of enlarged images written as transposed convolutions of the images",
     "vector_products": "products with vectors merged into one product with a matrix",
     "folded_windows": "windows folded into images without being turned first",
+    "segment_table": "sums of segments by a table of rows computed by one ScatterND",
     "segment_epilogue": "a bias or activation after segment sums computed in their epilogue",
     "segment_sum": "scattered sums at constant positions computed segment by segment",
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
