@@ -133,6 +133,7 @@ RULES: Mapping[str, str] = {
     "farthest_points": "points far from each other chosen in one launch",
     "first_of_sorted": "elements sorted that nothing reads are left out",
     "long_top_k": "selections from long lines made from those of their parts",
+    "cropped_boxes": "crops of boxes in a Loop computed by one RoiAlign",
     "parallel_loop": "independent iterations of Loops computed together",
     "parallel_scan": "independent iterations of Scans computed together",
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",
