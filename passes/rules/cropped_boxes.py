@@ -40,7 +40,7 @@ LAST, FIRST = channels_to_last(4), channels_from_last(4)
 
 @dataclass(frozen=True)
 class Crops:
-    """Images (batch, height, width, channels), boxes (n, 4) with corners from 0 to 1, the image of each box, and the crops' size."""
+    """Images (batch, height, width, channels), boxes (n, 4) from 0 to 1, the image of each box, and the size of crops."""
 
     images: Value
     boxes: Value
