@@ -1,8 +1,8 @@
 """Crops of boxes that tf2onnx resizes one by one in a loop become one RoiAlign.
 
-TensorFlow's ``crop_and_resize`` (Faster R-CNN and Mask R-CNN of its Object Detection API) samples each box of an image at the points
-of a grid from its first to its last corner. RoiAlign with one sample per bin takes the middle of each bin. So its regions begin and
-end half a step outside of the corners. Points outside of the image get the extrapolation value.
+TensorFlow's ``crop_and_resize`` (Faster R-CNN and Mask R-CNN of its Object Detection API) samples each box of an image at the
+points of a grid from its first to its last corner. RoiAlign with one sample per bin takes the middle of each bin. So its regions
+begin and end half a step outside of the corners. Points outside of the image get the extrapolation value.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _aligned(patch: Patch, crops: Crops) -> Value:
 def _lines(sizes: list[tuple[int, int]]) -> tuple[list[int], Array, Array, Array]:
     """How corners (y1, x1, y2, x2) give regions (x1, y1, x2, y2), positions of rows, and positions of columns.
 
-    Of each result the axis, the factors of the first and of the last corner, and a number to add. ``sizes``: of an image and a crop.
+    Of each result the axis, the factors of the first and the last corner, and a number to add. ``sizes``: of an image and a crop.
     """
     parts = [np.arange(out) / (out - 1) if out > 1 else np.full(1, 0.5) for _, out in sizes]
     steps = [1 / (out - 1) if out > 1 else 0.0 for _, out in sizes]

@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.reduce import ArgAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.unrolled_cells import UnrolledCells
 
@@ -290,6 +291,18 @@ def test_two_layers_step_by_step_are_two_layers() -> None:
         states.append(b)
     graph, _ = check_pass(PASS, n.done(stacked(n, states)), changes=2, rules={"unrolled_cells": 2})
     assert len(graph.of_kind("GRU")) == 2
+
+
+def test_rows_of_a_table_are_looked_up_for_all_steps_at_once() -> None:
+    """PyTorch's LSTMCell or GRUCell reads the embedding of a token in each step."""
+    n = Net()
+    tokens = n.op("ArgMax", n.input(BATCH, STEPS, 9), attrs=ArgAttrs(-1, keepdims=False))
+    table, c, h, states = n.random(9, WIDTH), Cell(n, 3), n.input(BATCH, HIDDEN, name="h"), list[Value]()
+    for t in range(STEPS):
+        h = torch_gru(c, n.op("Gather", table, taken(n, tokens, t), attrs=GatherAttrs(0)), h)
+        states.append(h)
+    graph, _ = check_pass(PASS, n.done(stacked(n, states)), changes=1, rules={"unrolled_cells": 1})
+    assert sum(graph.constant_value(op.inputs[0]) is not None for op in graph.of_kind("Gather")) == 1
 
 
 def test_inputs_that_depend_on_the_step_before_refuse() -> None:
