@@ -76,6 +76,7 @@ RULES: Mapping[str, str] = {
     "merge_constants": "constants of operators in a row merged",
     "scale_first": "scales moved before shifts",
     "hoist_scale": "scales moved into the weights of a matrix product",
+    "interpolation": "selections between two equal interpolations removed",
     "gemm_addend": "additions taken out of Gemm, for the epilogue of any product",
     "gemm_scalars": "alpha and beta of Gemm moved into weights and bias",
     "known_compress": "selections by a known mask written as Gather",

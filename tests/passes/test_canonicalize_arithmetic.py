@@ -342,6 +342,30 @@ def test_bounds_in_half_precision() -> None:
     check_pass(ARITHMETIC, chain(("Relu",), ("Min", 0.5), dtype=ml_dtypes.bfloat16), changes=2, kinds={"Clip": 1})
 
 
+# ---------------------------------------------------------------- interpolations
+
+
+def lerp(condition: tuple[int, ...] = (3,), last: str = "b") -> Graph:
+    """PyTorch's ``lerp(a, b, w)``, as its dynamo exporter writes it. ``last``: the other end of the second form."""
+    n = Net()
+    a, b, w = (n.input(3, name=name) for name in "abw")
+    c = w if condition == (3,) else n.input(*condition, name="c")
+    way = n.op("Sub", b, a)
+    near = n.op("Add", a, n.op("Mul", w, way))
+    far = n.op("Sub", {"a": a, "b": b}[last], n.op("Mul", way, n.op("Sub", 1.0, w)))
+    return n.done(n.op("Where", n.op("Less", n.op("Abs", c), 0.5), near, far))
+
+
+def test_of_two_equal_interpolations_one_remains() -> None:
+    kinds = {"Add": 1, "Mul": 1, "Sub": 1}
+    check_pass(ARITHMETIC, lerp(), changes=1, kinds=kinds, rules={"interpolation": 1})
+
+
+def test_other_selections_stay() -> None:
+    check_untouched(ARITHMETIC, lerp(last="a"))
+    check_refused(ARITHMETIC, lerp((2, 3)), because="the condition enlarges the result")
+
+
 # ---------------------------------------------------------------- Gemm
 
 
