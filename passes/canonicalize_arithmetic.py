@@ -85,7 +85,7 @@ def straight_through(graph: Graph, op: Op) -> Match | None:
     ),
 )
 def interpolation(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Of two equal ways to interpolate, ``a + w (b - a)`` and ``b - (1 - w) (b - a)``, the first. PyTorch's lerp selects one by w."""
+    """Of the equal forms ``a + w (b - a)`` and ``b - (1 - w) (b - a)``, between which PyTorch's lerp selects, the first."""
     one = operand(root, 1)
     if graph.type(one) != root.outputs[0].type:
         return Miss("the condition enlarges the result")
