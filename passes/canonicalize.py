@@ -28,6 +28,7 @@ from optdnn.passes.rules.means import (
     variance_of_joined_axes,
 )
 from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.scale import gemm_addend
 from optdnn.passes.rules.segment_tables import segment_table
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
@@ -89,6 +90,7 @@ class Canonicalize(RulePass):
         hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
+        gemm_addend,  # before formulas of activations, which read the product twice
         segment_table,
         sink_transpose,
         shared_transpose,  # after sinking, which moves transposes the other way

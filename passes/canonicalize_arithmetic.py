@@ -20,7 +20,6 @@ from optdnn.passes.rules.gates import gated_residual
 from optdnn.passes.rules.largest import largest_of_growing, largest_of_sum
 from optdnn.passes.rules.scale import (
     div_is_mul,
-    gemm_addend,
     gemm_scalars,
     hoist_scale,
     merge_constants,
@@ -219,7 +218,6 @@ class CanonicalizeArithmetic(RulePass):
         merge_clips,
         gated_residual,
         gemm_scalars,
-        gemm_addend,
         spatial_reduction,
         pool_of_all,
         activation_before_pool,
