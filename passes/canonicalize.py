@@ -45,7 +45,7 @@ from optdnn.passes.rules.shape import (
 )
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
-from optdnn.passes.rules.unit_axes import unit_axis
+from optdnn.passes.rules.unit_axes import unit_axis, unit_windows
 from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
 
 
@@ -73,6 +73,7 @@ class Canonicalize(RulePass):
         transpose_chain,  # before sinking: two neighbors merge where they are
         transpose_is_reshape,
         unit_axis,  # before sinking, and before padding is absorbed: the views are still next to the convolution
+        unit_windows,
         empty_parts,
         merged_stack,
         concat_of_split,

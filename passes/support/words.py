@@ -111,6 +111,7 @@ RULES: Mapping[str, str] = {
     "stack_of_split": "stacks of all parts of a value replaced by a view of it",
     "concat_of_split": "concatenations of all parts of a value replaced by the value",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
+    "unit_windows": "pools over more than three axes computed over those that their windows cover",
     "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
     "sink_transpose": "Transposes moved past other operators",
     "shared_transpose": "Transposes of one tensor shared",
