@@ -28,6 +28,8 @@ from optdnn.passes.rules.means import (
     variance_of_joined_axes,
 )
 from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.scale import gemm_addend
+from optdnn.passes.rules.segment_tables import segment_table
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
@@ -43,7 +45,7 @@ from optdnn.passes.rules.shape import (
 )
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
-from optdnn.passes.rules.unit_axes import unit_axis
+from optdnn.passes.rules.unit_axes import unit_axis, unit_windows
 from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
 
 
@@ -71,6 +73,7 @@ class Canonicalize(RulePass):
         transpose_chain,  # before sinking: two neighbors merge where they are
         transpose_is_reshape,
         unit_axis,  # before sinking, and before padding is absorbed: the views are still next to the convolution
+        unit_windows,
         empty_parts,
         merged_stack,
         concat_of_split,
@@ -88,6 +91,8 @@ class Canonicalize(RulePass):
         hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
+        gemm_addend,  # before formulas of activations, which read the product twice
+        segment_table,
         sink_transpose,
         shared_transpose,  # after sinking, which moves transposes the other way
         select_is_where,

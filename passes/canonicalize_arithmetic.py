@@ -30,11 +30,13 @@ from optdnn.passes.rules.scale import (
 from optdnn.passes.rules.stacks import product_of_stack, reduced_stack, sum_of_sums
 from optdnn.passes.rules.window import activation_before_pool, pool_of_all, scale_before_resize, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
-from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern import Var, node, product, total
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import FP64, is_float
 
 X, Y = Var("x"), Var("y")
+_FROM, _TO, _SHARE = Var("from"), Var("to"), Var("share")
+_DISTANCE = node("Sub", _TO, _FROM, name="distance")
 _CLIPS = frozenset({"Relu", "Clip"})
 _NEGATED = node("Neg", Y, name="inner", alone=True)
 
@@ -70,6 +72,23 @@ def straight_through(graph: Graph, op: Op) -> Match | None:
     ):
         return None
     return Match((op,), lambda patch: operand(found[0]))
+
+
+@pattern_rule(
+    "interpolation",
+    node(
+        "Where",
+        Var("condition"),
+        total(0.0, _FROM, product(1.0, _SHARE, _DISTANCE)),
+        total(0.0, _TO, product(-1.0, _DISTANCE, total(1.0, product(-1.0, _SHARE)))),
+    ),
+)
+def interpolation(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """Of the equal forms ``a + w (b - a)`` and ``b - (1 - w) (b - a)``, between which PyTorch's lerp selects, the first."""
+    one = operand(root, 1)
+    if graph.type(one) != root.outputs[0].type:
+        return Miss("the condition enlarges the result")
+    return Match((root,), lambda patch: one)
 
 
 @rule("reciprocal", {"Div"})
@@ -182,6 +201,7 @@ class CanonicalizeArithmetic(RulePass):
         scale_before_resize,
         sum_is_add,
         straight_through,  # before sub_is_add
+        interpolation,
         reciprocal_of_one,
         times_reciprocal,
         sub_is_add,

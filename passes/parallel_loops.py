@@ -15,6 +15,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.cropped_boxes import cropped_boxes
 from optdnn.passes.support.bag_bodies import takes_rows, value_outside
 from optdnn.passes.support.facts import integers, ints, operand, producer, reshaped
 from optdnn.passes.support.iterations import Iterations, dims_of, refusal
@@ -147,7 +148,7 @@ class ParallelLoops(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "parallel_loops"
-    rules = (parallel_loop,)
+    rules = (cropped_boxes, parallel_loop)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

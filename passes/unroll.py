@@ -28,11 +28,12 @@ OPS = 8192
 """Most ops of one unrolled loop."""
 SURE = frozenset(
     {
-        "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "Expand", "Flatten", "GRU",
-        "Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "Identity", "InstanceNormalization", "LSTM",
-        "LayerNormalization", "LogSoftmax", "MatMul", "MaxPool", "Pad", "RMSNormalization", "RNN", "ReduceL1", "ReduceL2",
-        "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "Reshape", "Resize", "Shape",
-        "Slice", "Softmax", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
+        "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "CumSum", "DepthToSpace",
+        "Einsum", "Expand", "Flatten", "GRU", "Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "Identity",
+        "InstanceNormalization", "LSTM", "LayerNormalization", "LogSoftmax", "LpNormalization", "MatMul", "MaxPool", "Pad",
+        "RMSNormalization", "RNN", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+        "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "Reshape", "Resize", "Shape", "Slice", "Softmax",
+        "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
     }
 )  # fmt: skip
 """Kinds, besides the pointwise ones, that never fail, whatever their data."""
@@ -227,10 +228,14 @@ def _has_plans(graph: Graph, condition: Value) -> bool:
 def may_fail(body: Graph, op: Op) -> bool:
     """Whether an operator may fail, or never end, for some data.
 
-    Such operators read indices, divide integers, or have a body or sizes that depend on data."""
+    Such operators read indices, divide integers, or have a loop or sizes that depend on data."""
     if op.kind in STRUCTURAL or op.kind == "Constant":
         return False
-    if bodies(op) or not all(o.type.is_static for o in op.outputs):
+    if not all(o.type.is_static for o in op.outputs):
+        return True
+    if op.kind == "If":
+        return any(may_fail(branch.graph, inner) for branch in bodies(op) for inner in branch.graph.ops())
+    if bodies(op):
         return True
     if op.kind in ("Div", "Mod"):
         return not is_float(op.outputs[0].type.dtype)

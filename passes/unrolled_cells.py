@@ -5,7 +5,8 @@ Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step, and
 two products and some arithmetic that wait for the previous step. TensorFlow's cells multiply input and state side by side.
 
 A GRU may multiply its state by the reset gate before the product (Keras's ``reset_after=False``) or after it. A light GRU
-(Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1.
+(Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1. Where the update gate multiplies the new
+state, not the old one (Chung et al., 2014), the layer's gate has the negative argument: ``1 - sigmoid(z)`` is ``sigmoid(-z)``.
 
 A step is recognized by its arithmetic. The arguments of its gates are sums of products, of parts of products, and of constants. All
 steps must have the same matrices, and the inputs of all steps must be known before the first one.
@@ -53,10 +54,18 @@ def _updated(new: Pattern) -> Pattern:
     )
 
 
-GRU = _updated(node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))), name="new"))
-"""``z h + (1 - z) tanh(n + r reset)``; ``reset`` is the product of the state."""
-PLAIN_GRU = _updated(node(frozenset({"Tanh", "Relu"}), Var("n"), name="new"))
-"""``z h + (1 - z) new``. In ``new`` is the product of the state, or of the state times the reset gate."""
+def _opened(new: Pattern) -> Pattern:
+    """``(1 - z) h + z new``, in two forms."""
+    return any_of(
+        total(0.0, product(1.0, _KEPT, H), product(1.0, _Z, new)),
+        total(0.0, H, product(1.0, _Z, total(0.0, new, product(-1.0, H)))),
+    )
+
+
+_NEW = node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))), name="new")
+"""``tanh(n + r reset)``; ``reset`` is the product of the state."""
+_PLAIN_NEW = node(frozenset({"Tanh", "Relu"}), Var("n"), name="new")
+"""In ``n`` is the product of the state, or of the state times the reset gate."""
 _RESET = product(1.0, _R, H)
 OPEN = 64.0
 """The bias of a gate that is always open: ``sigmoid(64)`` is 1 in every type, and 64 is a number of every type."""
@@ -71,15 +80,23 @@ RNN = node(frozenset({"Tanh", "Relu"}), Var("g"))
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to write a step: the kind of its layer, its pattern, and the variables of its gates' arguments in the order of ONNX."""
+    """A way to write a step: the kind of its layer, its pattern, and the variables of its gates' arguments in the order of ONNX.
+
+    ``opened``: the first gate has the negative argument in the layer."""
 
     kind: str
     pattern: Pattern
     arguments: tuple[str, ...]
+    opened: bool = False
 
 
 CELLS: Mapping[str, tuple[Cell, ...]] = {
-    "Add": (Cell("GRU", GRU, ("z", "r", "n", "reset")), Cell("GRU", PLAIN_GRU, ("z", "n"))),
+    "Add": (
+        Cell("GRU", _updated(_NEW), ("z", "r", "n", "reset")),
+        Cell("GRU", _updated(_PLAIN_NEW), ("z", "n")),
+        Cell("GRU", _opened(_NEW), ("z", "r", "n", "reset"), opened=True),
+        Cell("GRU", _opened(_PLAIN_NEW), ("z", "n"), opened=True),
+    ),
     "Mul": (Cell("LSTM", LSTM, ("i", "o", "f", "g")),),
     "Tanh": (Cell("RNN", RNN, ("g",)),),
     "Relu": (Cell("RNN", RNN, ("g",)),),
@@ -105,16 +122,19 @@ class Term:
 
 @dataclass(frozen=True)
 class Gate:
-    """The terms of a gate's argument, without one for a gate of constants, and the biases of the input and of the state."""
+    """The terms of a gate's argument, without one for a gate of constants, and the biases of the input and of the state.
+
+    ``sign``: the factor of all of them."""
 
     x: Term | None
     h: Term | None
     bias: Array
     state_bias: Array
+    sign: float = 1.0
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (self.x and self.x.key, self.h and self.h.key, self.bias.tobytes(), self.state_bias.tobytes())
+        return (self.x and self.x.key, self.h and self.h.key, self.bias.tobytes(), self.state_bias.tobytes(), self.sign)
 
 
 @dataclass(frozen=True)
@@ -225,6 +245,8 @@ def _steps_as(graph: Graph, op: Op, cell: Cell, bound: Mapping[str, Any]) -> Ite
         x = next((s for s in sources if s != h), None)
         gates = None if x is None or len(sources) != 2 else _gates(kind, known, h)
         if x is not None and gates is not None:
+            if cell.opened:
+                gates = (replace(gates[0], sign=-1.0), *gates[1:])
             yield Step(kind, op, x, h, cells, gates, new.kind, reset_first)
 
 
@@ -311,9 +333,9 @@ def _are_rows(shape: Shape | None) -> bool:
     return shape is not None and len(shape) >= 2 and all(n == 1 for n in shape[:-2])
 
 
-def _rows(graph: Graph, terms: Sequence[Term | None], hidden: int) -> Array:
-    """The transposed matrices of terms, one below the other: (gates * hidden, columns of the source)."""
-    found = [None if term is None else _rows_of(graph, term) for term in terms]
+def _rows(graph: Graph, terms: Sequence[tuple[Term | None, float]], hidden: int) -> Array:
+    """The transposed matrices of terms times their signs, one below the other: (gates * hidden, columns of the source)."""
+    found = [None if term is None else sign * _rows_of(graph, term) for term, sign in terms]
     width = next(rows.shape[1] for rows in found if rows is not None)
     return np.concatenate([np.zeros((hidden, width)) if rows is None else rows for rows in found])
 
@@ -333,8 +355,9 @@ def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     dtype, shape = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
     batch, hidden = shape[-2:]
     x = _shaped(patch, x, (len(steps), batch, graph.type(first.x).static_shape[-1]))
-    w, r = (_rows(graph, terms, hidden) for terms in ([g.x for g in last.gates], [g.h for g in last.gates]))
-    bias = np.concatenate([*(g.bias for g in last.gates), *(g.state_bias for g in last.gates)])
+    w = _rows(graph, [(g.x, g.sign) for g in last.gates], hidden)
+    r = _rows(graph, [(g.h, g.sign) for g in last.gates], hidden)
+    bias = np.concatenate([*(g.sign * g.bias for g in last.gates), *(g.sign * g.state_bias for g in last.gates)])
     constants = [patch.constant(a[None].astype(dtype), name) for a, name in ((w, "W"), (r, "R"), (bias, "B"))]
     initial = [reshaped(patch, v, (1, batch, hidden)) for v in (first.h, *(first.cells or ())[:1])]
     attrs = {

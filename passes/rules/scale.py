@@ -12,9 +12,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.affine import ONE, ZERO, Affine, round_to
-from optdnn.passes.support.facts import VIEWS, operand, producer, same_shape
+from optdnn.passes.support.facts import RESHAPES, VIEWS, operand, producer, same_shape
 from optdnn.passes.support.linear import LINEAR, Linear, absorb_scalars
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import FP64, Array, is_float
@@ -179,6 +180,36 @@ def gemm_scalars(graph: Graph, op: Op) -> Match | Miss | None:
     if absorbed is None or isinstance(absorbed, Miss):
         return absorbed
     return Match((op,), lambda patch: absorbed.add_to(patch, operand(op)))
+
+
+@rule("gemm_addend", {"Gemm"})
+def gemm_addend(graph: Graph, op: Op) -> Match | None:
+    """The addend of a Gemm leaves it, unless it is a vector of constants. Any kernel of products can add it in its epilogue.
+
+    tf2onnx writes such a Gemm for each addition after a product, also where the product has other readers (a GELU by its formula).
+    """
+    a, addend, dims = op.attrs, op.input(2), op.outputs[0].type.dims
+    if addend is None or a.prologue or a.epilogue or not is_float(op.outputs[0].type.dtype):
+        return None
+    constant = graph.constant_value(addend)
+    if constant is not None and constant.size == (constant.shape[-1] if constant.ndim else 1):
+        return None
+    view = producer(graph, addend, RESHAPES)
+    if view is not None and dims == (1, *graph.type(addend).dims) == graph.type(operand(view)).dims:
+        addend = operand(view)  # tf2onnx makes a vector of one row, which other rules would not see as the row
+    plain = not a.transA and not a.transB and a.alpha == 1.0
+    same = (
+        u for u in graph.users(operand(op)) if u.kind == "MatMul" and u.inputs == op.inputs[:2] and not u.attrs.prologue
+    )
+    made = next((u.value for u in same if plain and not u.attrs.epilogue), None)
+
+    def build(patch: Patch) -> Value:
+        kind, attrs = ("MatMul", MatMulAttrs()) if plain else ("Gemm", a)
+        product = patch.add(kind, op.inputs[:2], attrs) if made is None else made
+        factor = patch.constant(np.array(a.beta, patch.type(addend).dtype), "beta")
+        return patch.add("Add", [product, addend if a.beta == 1.0 else patch.add("Mul", [addend, factor])])
+
+    return Match((op,), build)
 
 
 def _merged(kind: str, a: Array, b: Array, like: Array, *, factor: bool | None = None) -> Array | Miss:

@@ -2,10 +2,14 @@
 
 TensorFlow and PaddlePaddle compute a convolution over a sequence as one over an image of one row: Unsqueeze, Conv, Squeeze. The
 views would stop bias, activation and layout.
+
+JAX's pools have windows over all axes of an image, also over batch and channels. No kernel and no library has pools over so many
+axes. The axes along which windows hold one element join the channels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -16,7 +20,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, operand, producer
+from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, operand, producer, reshaped
 
 _AXES = frozenset({"kernel_shape", "strides", "dilations", "output_padding"})
 """Attributes with one number for each spatial axis; ``pads`` has two."""
@@ -58,6 +62,39 @@ def unit_axis(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(view.value, taken)
 
     return Match((op, *(view for view, _ in views)), build)
+
+
+MOST_AXES = 3
+"""Most spatial axes of a pool that kernels and libraries have."""
+
+
+@rule("unit_windows", {"MaxPool", "AveragePool"})
+def unit_windows(graph: Graph, op: Op) -> Match | Miss | None:
+    """A pool over more than three axes becomes one over the axes along which its windows hold more than one element."""
+    x, a, after = operand(op), op.attrs, op.outputs[0].type
+    spatial = range(len(a.kernel_shape))
+    if len(spatial) <= MOST_AXES or len(op.outputs) > 1:
+        return None
+    single = [k for k in spatial if (a.kernel_shape[k], a.strides[k], *_pads(a.pads, k)) == (1, 1, 0, 0)]
+    pooled = [k for k in spatial if k not in single]
+    if a.auto_pad != "NOTSET" or not 0 < len(pooled) <= MOST_AXES:
+        return Miss(f"its windows hold several elements along {len(pooled)} axes, or its padding depends on its input")
+    if not graph.type(x).is_static:
+        return Miss("the sizes of its axes are not known")
+    order = (0, 1, *(2 + k for k in single), *(2 + k for k in pooled))
+    batch, *rest = (graph.type(x).static_shape[k] for k in order)
+    results = [after.static_shape[k] for k in order]
+    attrs = a
+    for k in reversed(single):
+        attrs = _without(attrs, k)
+
+    def build(patch: Patch) -> Value:
+        turned = patch.add("Transpose", [x], TransposeAttrs(order))
+        flat = reshaped(patch, turned, (batch, math.prod(rest[: 1 + len(single)]), *rest[1 + len(single) :]))
+        y = reshaped(patch, patch.add(op.kind, [flat], attrs), tuple(results))
+        return patch.add("Transpose", [y], TransposeAttrs(tuple(order.index(k) for k in range(len(order)))))
+
+    return Match((op,), build)
 
 
 def _added(graph: Graph, value: Value, axis: int) -> bool:

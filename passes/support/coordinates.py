@@ -14,7 +14,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.passes.support.facts import is_pointwise, shape_of
 from optdnn.types import is_float
 
-SAMPLES = frozenset({"GridSample", "SampledSum"})
+SAMPLES = frozenset({"GridSample", "MaxRoiPool", "RoiAlign", "SampledSum"})
 """Kinds that sample images: operand 1 holds positions, and so does every second operand after it (each follows an image)."""
 CARRIES = frozenset({"AffineGrid", "CumSum", "ReduceSum"})
 """Kinds that compute positions from positions, besides pointwise ops, ops that only move elements and products of short rows."""

@@ -257,7 +257,14 @@ def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> S
         return None
     if any(operands[slot] is None for slot in known):
         return None
-    if first.kind not in {*STAGE_KINDS, "MatMul", "Concat"}:  # other operands are axes and sizes, equal constants
+    looked_up = (
+        first.kind == "Gather" and isinstance(operands[0], Shared) and first.attrs.axis == 0
+    )  # rows of one table
+    if not looked_up and first.kind not in {
+        *STAGE_KINDS,
+        "MatMul",
+        "Concat",
+    }:  # other operands are axes and sizes, equal constants
         others = [operands[slot] for slot in known[1:]]
         if any(not isinstance(o, Shared) or graph.constant_value(o.value) is None for o in others):
             return None
@@ -348,6 +355,8 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
     if op.kind == "Transpose":
         perm = op.attrs.perm or tuple(reversed(range(len(shape))))
         return patch.add("Transpose", [x], TransposeAttrs((0, *(k + 1 for k in perm))))
+    if op.kind == "Gather" and not stacked[0]:
+        return patch.add("Gather", [x, given[1]], op.attrs)
     if op.kind == "Gather":
         rank = len(patch.type(x).dims) - 1
         return patch.add("Gather", [x, given[1]], GatherAttrs(normalize_axis(op.attrs.axis, rank) + 1))

@@ -105,7 +105,11 @@ def coordinates(p: AxisPlan, mode: str) -> Array:
 
 
 def rounded(x: Array, mode: str) -> Array:
-    """Positions as integers, under a ``nearest_mode``."""
+    """Positions as integers, under a ``nearest_mode``.
+
+    They are rounded to fp32 first, as other runtimes compute them: 17 / 1.7 is then 10, though 1.7 is not an fp32 number.
+    """
+    x = x.astype(np.float32)
     if mode == "round_prefer_floor":
         return np.ceil(x - 0.5)
     if mode == "round_prefer_ceil":

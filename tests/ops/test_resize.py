@@ -93,6 +93,15 @@ def test_scales(scales: list[float], mode: str, transform: str) -> None:
     check_case(case, symbolic={0: (0, 1)})
 
 
+def test_nearest_with_a_decimal_scale() -> None:
+    """17 / 1.7 is 10. With 1.7 rounded to fp32 it is slightly less."""
+    attrs = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    x = normal(1, 1, 1, 12)
+    case = _scales(x, [1, 1, 1, 1.7], attrs)
+    check_case(case, "onnxruntime")
+    check_case(case, [x[..., [i * 10 // 17 for i in range(20)]]], tol=EXACT)
+
+
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 @pytest.mark.parametrize("size", [(3, 4), (2, 9), (11, 3)])
 @pytest.mark.parametrize("exclude", [0, 1])

@@ -12,8 +12,8 @@ from support.net import Net
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gemm import GemmAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.fuse_conv_bn import FuseConvBn
 from optdnn.types import INT64
@@ -342,6 +342,30 @@ def test_bounds_in_half_precision() -> None:
     check_pass(ARITHMETIC, chain(("Relu",), ("Min", 0.5), dtype=ml_dtypes.bfloat16), changes=2, kinds={"Clip": 1})
 
 
+# ---------------------------------------------------------------- interpolations
+
+
+def lerp(condition: tuple[int, ...] = (3,), last: str = "b") -> Graph:
+    """PyTorch's ``lerp(a, b, w)``, as its dynamo exporter writes it. ``last``: the other end of the second form."""
+    n = Net()
+    a, b, w = (n.input(3, name=name) for name in "abw")
+    c = w if condition == (3,) else n.input(*condition, name="c")
+    way = n.op("Sub", b, a)
+    near = n.op("Add", a, n.op("Mul", w, way))
+    far = n.op("Sub", {"a": a, "b": b}[last], n.op("Mul", way, n.op("Sub", 1.0, w)))
+    return n.done(n.op("Where", n.op("Less", n.op("Abs", c), 0.5), near, far))
+
+
+def test_of_two_equal_interpolations_one_remains() -> None:
+    kinds = {"Add": 1, "Mul": 1, "Sub": 1}
+    check_pass(ARITHMETIC, lerp(), changes=1, kinds=kinds, rules={"interpolation": 1})
+
+
+def test_other_selections_stay() -> None:
+    check_untouched(ARITHMETIC, lerp(last="a"))
+    check_refused(ARITHMETIC, lerp((2, 3)), because="the condition enlarges the result")
+
+
 # ---------------------------------------------------------------- Gemm
 
 
@@ -358,9 +382,49 @@ def test_a_computed_value_keeps_its_factor() -> None:
     graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1)
     assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(0.5)
     n = Net()
-    y = n.op("Gemm", n.input(2, 6), n.random(6, 4), n.input(4, name="c"), attrs=GemmAttrs(0.5, 3.0))
-    graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1)
-    assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(1.0, 3.0)
+    y = n.op("Gemm", n.input(2, 6), n.input(6, 4, name="w"), n.input(4, name="c"), attrs=GemmAttrs(0.5, 3.0))
+    graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"Gemm": 1, "Mul": 1, "Add": 1})
+    assert graph.of_kind("Gemm")[0].attrs.alpha == 0.5
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(2, (2, 4)), (2, (4,)), (2, (2, 1)), (2, (1, 4)), (2, ()), (1, (1, 4))])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_computed_addend_leaves_the_gemm(rows: int, shape: tuple[int, ...], transposed: bool) -> None:
+    n = Net()
+    weight = n.random(4, 6) if transposed else n.random(6, 4)
+    y = n.op("Gemm", n.input(rows, 6), weight, n.input(*shape, name="c"), attrs=GemmAttrs(transB=transposed))
+    kinds = {"Gemm" if transposed else "MatMul": 1, "Add": 1}
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"gemm_addend": 1})
+
+
+def test_constants_that_are_no_vector_leave_the_gemm() -> None:
+    n = Net()
+    y = n.op("Gemm", n.input(2, 6), n.random(6, 4), n.random(2, 4), attrs=GemmAttrs())
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"MatMul": 1, "Add": 1}, rules={"gemm_addend": 1})
+
+
+def test_vectors_of_constants_stay_in_the_gemm() -> None:
+    n = Net()
+    check_untouched(ARITHMETIC, n.done(n.op("Gemm", n.input(2, 6), n.random(6, 4), n.random(1, 4), attrs=GemmAttrs())))
+
+
+def test_a_scaled_addend_of_a_product_with_other_readers() -> None:
+    """The formula of a GELU, as tf2onnx writes it: ``u + 0.044715 u^3`` is a Gemm, which computes u once more."""
+    n = Net()
+    x, w = n.input(2, 6), n.random(6, 4)
+    u = n.op("MatMul", x, w, attrs=MatMulAttrs())
+    cube = n.op("Mul", n.op("Mul", u, u), u)
+    y = n.op("Gemm", x, w, cube, attrs=GemmAttrs(beta=0.044715))
+    kinds = {"MatMul": 1, "Mul": 3, "Add": 1}
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"gemm_addend": 1})
+
+
+def test_a_view_of_one_row_is_left_out_of_the_sum() -> None:
+    """Rows of one LSTM step, as tf2onnx writes them for a batch of 1."""
+    n = Net()
+    other = n.op("Reshape", n.op("Exp", n.input(1, 4, name="c")), n.ints(4), attrs=ReshapeAttrs())
+    y = n.op("Gemm", n.input(1, 6), n.random(6, 4), other, attrs=GemmAttrs())
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"MatMul": 1, "Exp": 1, "Add": 1})
 
 
 def test_factors_that_overflow_stay() -> None:

@@ -41,6 +41,15 @@ def test_places_of_inputs_stay_fp32() -> None:
     assert any("it computes positions that GridSample y reads" in r.reason for r in report.refused)
 
 
+def test_corners_of_regions_stay_fp32() -> None:
+    text = (
+        HEAD
+        + """g (float[1,2,9,700] x, float[5,4] r, int64[5] i) => (float[5,2,1,8] y)
+    <float scale = {700}> { s = Mul(r, scale) y = RoiAlign<output_height = 1, output_width = 8>(x, s, i) }"""
+    )
+    assert names(text) == {"s"}
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_images_are_read_at_the_right_places(precision: str) -> None:
     """The picture is a ramp: an error of the position is an error of the result. In fp16 it would be a quarter of a pixel."""

@@ -114,3 +114,29 @@ def test_a_residual_block_of_sequences_takes_no_launch_for_its_views() -> None:
     y = over_sequence(y)
     program = check_simulated(n.done(y))
     assert sum(step.executor == "cuda" for step in program.steps) <= 5  # conversions at both ends, three convolutions
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+def test_a_pool_over_all_axes_of_an_image(kind: str) -> None:
+    """JAX's reduce_window: batch and channels are axes of the windows, too."""
+    n = Net()
+    x = n.op("Unsqueeze", n.input(2, 9, 8, 4), n.ints(0, 1))
+    window = ((1, 3, 3, 1), (1, 2, 2, 1), (0, 1, 0, 0, 0, 1, 1, 0), (1, 1, 1, 1))
+    attrs = MaxPoolAttrs(*window) if kind == "MaxPool" else AveragePoolAttrs(*window)
+    y = n.op("Squeeze", n.op(kind, x, attrs=attrs), n.ints(0, 1))
+    graph, _ = check_pass(CANON, n.done(y), changes=1, rules={"unit_windows": 1})
+    (op,) = graph.of_kind(kind)
+    assert (op.attrs.kernel_shape, op.attrs.strides, op.attrs.pads) == ((3, 3), (2, 2), (1, 0, 1, 1))
+
+
+def test_pools_over_many_axes_with_large_windows_refuse() -> None:
+    n = Net()
+    window = ((2, 2, 2, 2), (1, 1, 1, 1), (0,) * 8, (1, 1, 1, 1))
+    because = "hold several elements along 4 axes"
+    check_refused(
+        CANON, n.done(n.op("MaxPool", n.input(1, 2, 3, 3, 3, 3), attrs=MaxPoolAttrs(*window))), because=because
+    )
+    n = Net()
+    x = n.input(symbol("b"), 2, 3, 3, 3, 3)
+    y = n.op("MaxPool", x, attrs=MaxPoolAttrs((1, 2, 2, 1), *window[1:]))
+    check_refused(CANON, n.done(y), because="the sizes of its axes are not known")

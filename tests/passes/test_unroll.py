@@ -92,6 +92,37 @@ def test_large_branches_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(Unroll(), branches(("Exp", "x")), because="its branches have 2 ops; 1 are the limit", context=GPU)
 
 
+def nested(inner: onnx.NodeProto) -> Graph:
+    """``inner`` or exp(x) as b < 0 says, where a < 0; else -x."""
+
+    def choice(condition: str, result: str, yes: onnx.NodeProto, no: onnx.NodeProto) -> onnx.NodeProto:
+        branches = {
+            f"{side}_branch": helper.make_graph(
+                [made], side, [], [helper.make_tensor_value_info(made.output[0], F, [3])]
+            )
+            for side, made in (("then", yes), ("else", no))
+        }
+        return node("If", condition, result, **branches)
+
+    own = choice("low", "own", inner, node("Exp", "x", "grown"))
+    nodes = [
+        node("Less", "a zero", "which"),
+        node("Less", "b zero", "low"),
+        choice("which", "y", own, node("Neg", "x", "z")),
+    ]
+    inputs = [("x", F, [3]), ("i", I64, [3]), ("a", F, []), ("b", F, [])]
+    return import_model(model(nodes, inputs, [("y", F, [3])], zero=np.float32(0)))
+
+
+def test_a_branch_may_have_a_choice_of_its_own() -> None:
+    kinds = {"Less": 2, "Where": 2, "Tanh": 1, "Exp": 1, "Neg": 1}
+    check_pass(Unroll(), nested(node("Tanh", "x", "t")), changes=2, kinds=kinds, context=GPU)
+
+
+def test_a_branch_whose_own_choice_may_fail_is_left_alone() -> None:
+    check_refused(Unroll(), nested(node("Gather", "x i", "t")), because="may fail where it is not taken", context=GPU)
+
+
 def test_branches_with_loops_are_left_alone() -> None:
     inner = body([node("Identity", "c", "go"), node("Tanh", "v", "w")], [("k", I64, []), ("c", BOOL, []), ("v", F, [3])],
         [("go", BOOL, []), ("w", F, [3])])  # fmt: skip

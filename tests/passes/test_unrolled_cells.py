@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.reduce import ArgAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.unrolled_cells import UnrolledCells
 
@@ -81,6 +82,17 @@ def reset_first_gru(c: Cell, x: Value, h: Value, other: Value | None = None) -> 
     of_h = n.op("MatMul", n.op("Mul", r, h if other is None else other), c.own, attrs=MatMulAttrs())
     new = n.op("Tanh", n.op("Add", xn, of_h))
     return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), new))  # type: ignore[no-any-return]
+
+
+def opened_gru(c: Cell, x: Value, h: Value, form: str = "kept") -> Value:
+    """The update gate multiplies the new state (Chung et al., 2014)."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", hz, xz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    if form == "difference":
+        return n.op("Add", h, n.op("Mul", z, n.op("Sub", new, h)))  # type: ignore[no-any-return]
+    return n.op("Add", n.op("Mul", n.op("Sub", 1.0, z), h), n.op("Mul", z, new))  # type: ignore[no-any-return]
 
 
 def light_gru(c: Cell, x: Value, h: Value, kind: str = "Relu") -> Value:
@@ -155,6 +167,15 @@ def test_a_gru_whose_reset_gate_comes_before_the_product() -> None:
     graph, _ = check_pass(PASS, gru_steps(reset_first_gru), changes=1, rules={"unrolled_cells": 1})
     (layer,) = graph.of_kind("GRU")
     assert not layer.attrs.linear_before_reset
+    assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+@pytest.mark.parametrize("form", ["kept", "difference"])
+def test_a_gru_whose_update_gate_multiplies_the_new_state(form: str) -> None:
+    steps = gru_steps(lambda c, x, h: opened_gru(c, x, h, form))
+    graph, _ = check_pass(PASS, steps, changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert layer.attrs.linear_before_reset
     assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
 
 
@@ -270,6 +291,18 @@ def test_two_layers_step_by_step_are_two_layers() -> None:
         states.append(b)
     graph, _ = check_pass(PASS, n.done(stacked(n, states)), changes=2, rules={"unrolled_cells": 2})
     assert len(graph.of_kind("GRU")) == 2
+
+
+def test_rows_of_a_table_are_looked_up_for_all_steps_at_once() -> None:
+    """PyTorch's LSTMCell or GRUCell reads the embedding of a token in each step."""
+    n = Net()
+    tokens = n.op("ArgMax", n.input(BATCH, STEPS, 9), attrs=ArgAttrs(-1, keepdims=False))
+    table, c, h, states = n.random(9, WIDTH), Cell(n, 3), n.input(BATCH, HIDDEN, name="h"), list[Value]()
+    for t in range(STEPS):
+        h = torch_gru(c, n.op("Gather", table, taken(n, tokens, t), attrs=GatherAttrs(0)), h)
+        states.append(h)
+    graph, _ = check_pass(PASS, n.done(stacked(n, states)), changes=1, rules={"unrolled_cells": 1})
+    assert sum(graph.constant_value(op.inputs[0]) is not None for op in graph.of_kind("Gather")) == 1
 
 
 def test_inputs_that_depend_on_the_step_before_refuse() -> None:
