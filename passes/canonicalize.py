@@ -28,6 +28,7 @@ from optdnn.passes.rules.means import (
     variance_of_joined_axes,
 )
 from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.repeated_items import repeated_items, repeated_operand
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
@@ -61,6 +62,8 @@ class Canonicalize(RulePass):
         kept_axes,
         tile_is_expand,
         equal_elements,
+        repeated_operand,
+        repeated_items,
         redundant_expand,  # after targets are constant, so that sizes are known
         whole_axes,
         grid_gather,
