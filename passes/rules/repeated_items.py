@@ -25,8 +25,7 @@ _DEPTH = 8
 @rule("repeated_items", BROADCASTING | {"LogSoftmax", "MatMul", "Softmax", "Transpose"})
 def repeated_items(graph: Graph, op: Op) -> Match | None:
     """An operator on constants that repeat along the batch runs for one item, in front of an Expand."""
-    after = op.outputs[0].type.shape
-    if not _by_items(op) or not op.outputs[0].type.is_static or after is None or after[0] == 1:
+    if not op.outputs[0].type.is_static or not _by_items(op):
         return None
     whole = [value is not None and _has_batch(graph, value, op) for value in op.inputs]
     operands = [_item(graph, v) if batch else v for v, batch in zip(op.inputs, whole, strict=True)]
@@ -66,8 +65,8 @@ def _by_items(op: Op) -> bool:
 
 def _has_batch(graph: Graph, value: Value, op: Op) -> bool:
     """Whether an operand has the first axis of the result, and does not broadcast along it."""
-    dims, after = graph.type(value).dims, op.outputs[0].type.dims
-    return len(dims) == len(after) and dims[0] == after[0] != 1
+    dims, after = shape_of(graph, value), op.outputs[0].type.shape
+    return dims is not None and after is not None and len(dims) == len(after) > 1 and dims[0] == after[0] != 1
 
 
 def _item(graph: Graph, value: Value | None) -> Value | Array | None:

@@ -64,10 +64,8 @@ def test_items_that_differ_stay(place: str) -> None:
     found[0 if place == "first" else 1, 0, 0, 0] += 1
     check_untouched(CANON, n.done(n.op("Sub", n.const(found), n.input(ITEMS, ROWS, ROWS, 4))))
     n = Net(np.float64)
-    check_untouched(
-        CANON,
-        n.done(n.op("Concat", n.input(ITEMS, 2, ROWS, ROWS), positions(n, table(n, last=1)), attrs=ConcatAttrs(1))),
-    )
+    y = n.op("Concat", n.input(ITEMS, ROWS, ROWS, 2), n.matmul(table(n, last=1), 2), attrs=ConcatAttrs(3))
+    check_untouched(CANON, n.done(y))
 
 
 def test_small_constants_and_operators_across_items_stay() -> None:
