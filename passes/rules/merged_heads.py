@@ -120,6 +120,42 @@ def heads_behind_positions(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, turn), build, turn.value)
 
 
+@rule("split_items", {"Attention"})
+def split_items(graph: Graph, op: Op) -> Match | None:
+    """Operands whose ``B * H`` items were exchanged with the positions before they were split: split first, then permuted.
+
+    PyTorch's MultiheadAttention, exported with ONNX's Attention."""
+    rows = {v: x for v in op.inputs[:3] if v is not None and (x := _exchanged(graph, v)) is not None}
+    if not rows:
+        return None
+
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = list(op.inputs)
+        for i, v in enumerate(op.inputs[:3]):
+            if v in rows:
+                batch, heads, positions, features = graph.type(v).dims
+                split = in_shape(patch, rows[v], (positions, batch, heads, features))
+                inputs[i] = patch.add("Transpose", [split], TransposeAttrs((1, 2, 0, 3)))
+        made = patch.add_op("Attention", inputs, op.attrs, outputs=len(op.outputs), names=[o.name for o in op.outputs])
+        for i, value in enumerate(op.values[1:], 1):
+            patch.replace(value, Value(made.id, i))
+        return made.value
+
+    return Match((op,), build)
+
+
+def _exchanged(graph: Graph, value: Value) -> Value | None:
+    """The value (positions, B * H, features) that a Transpose and Reshapes turn into an operand (B, H, positions, features)."""
+    turn = producer(graph, value_before(graph, value, RESHAPES), {"Transpose"})
+    if turn is None or not graph.type(value).is_static or graph.type(value).rank != 4:
+        return None
+    batch, heads, positions, features = graph.type(value).static_shape
+    if 1 in (batch, heads):
+        return None
+    exchanged = _order(graph.type(operand(turn)).static_shape, turn.attrs.perm)
+    return operand(turn) if exchanged == ((positions, batch * heads, features), (1, 0, 2)) else None
+
+
 def _rows_of_items(graph: Graph, value: Value | None, items: int) -> tuple[Value, int] | None:
     """The value (positions, …, B, H * features) whose parts are the ``items = B * H`` of an operand, and H; None for others."""
     turn = None if value is None else producer(graph, value_before(graph, value, RESHAPES), {"Transpose"})
