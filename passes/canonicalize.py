@@ -44,6 +44,7 @@ from optdnn.passes.rules.shape import (
 )
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
+from optdnn.passes.rules.turned_rows import turned_rows
 from optdnn.passes.rules.unit_axes import unit_axis
 from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
 
@@ -91,6 +92,7 @@ class Canonicalize(RulePass):
         hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
+        turned_rows,  # before sinking: the Transpose is still next to the Reshape
         sink_transpose,
         shared_transpose,  # after sinking, which moves transposes the other way
         select_is_where,
