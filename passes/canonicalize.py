@@ -29,6 +29,7 @@ from optdnn.passes.rules.means import (
 )
 from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.repeated_items import repeated_items, repeated_operand
+from optdnn.passes.rules.rows_of_gemm import rows_of_gemm
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
@@ -44,7 +45,6 @@ from optdnn.passes.rules.shape import (
 )
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
-from optdnn.passes.rules.turned_rows import turned_rows
 from optdnn.passes.rules.unit_axes import unit_axis
 from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
 
@@ -92,7 +92,7 @@ class Canonicalize(RulePass):
         hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
-        turned_rows,  # before sinking: the Transpose is still next to the Reshape
+        rows_of_gemm,  # before sinking: a Transpose before it can pass the product
         sink_transpose,
         shared_transpose,  # after sinking, which moves transposes the other way
         select_is_where,

@@ -90,7 +90,7 @@ RULES: Mapping[str, str] = {
     "choice_before_conversion": "positions of largest elements found without a conversion",
     "conversion_before_resize": "conversions to fp32 moved in front of a Resize",
     "equal_elements": "operators on constants with equal elements, computed once",
-    "turned_rows": "products of transposed rows without the Reshapes around them",
+    "rows_of_gemm": "products of rows without the Reshapes around them",
     "repeated_items": "operators on constants that repeat along the batch, computed for one item",
     "repeated_operand": "constants that repeat along the batch, read as one item",
     "redundant_expand": "Expands removed where the operators after them broadcast",
