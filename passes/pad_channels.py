@@ -1,10 +1,10 @@
 """Channels between convolutions are padded to a multiple of 8, which many kernels need.
 
 A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 elements at once. Means over 16-bit images,
-and convolutions of fp32 on tensor cores, also need a multiple of 8. A *region* consists of depthwise convolutions, pointwise
-arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions and products with
-constant weights, and go to others. The weights of these get the padding, after each group of channels: zero filters compute the
-padding channels, and zero weights read them after the region. No launch is added.
+products of 16-bit rows, and convolutions of fp32 on tensor cores also need a multiple of 8. A *region* consists of depthwise
+convolutions, pointwise arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions and
+products with constant weights, and go to others. The weights of these get the padding, after each group of channels: zero filters
+compute the padding channels, and zero weights read them after the region. No launch is added.
 """
 
 from __future__ import annotations
@@ -167,7 +167,16 @@ def pad_means(graph: Graph, op: Op) -> Match | Miss | None:
 def pad_filters(graph: Graph, op: Op) -> Match | Miss | None:
     """A convolution of fp32 whose filters are not a multiple of 8: tensor cores would need a copy of its result."""
     dims = op.outputs[0].type.dims
-    if op.attrs.group != 1 or len(dims) not in IMAGES or not _odd(dims[1]):
+    if op.attrs.group != 1 or len(dims) not in IMAGES or not _odd(dims[1]) or _is_output(graph, op):
+        return None
+    return _padded(_Region(graph), op, op.value)
+
+
+@rule("pad_features", PRODUCTS)
+def pad_features(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product of 16-bit rows whose columns are not a multiple of 8: the next product would need a copy of its result."""
+    dims = op.outputs[0].type.dims
+    if len(dims) != 2 or not _odd(dims[1]) or _is_output(graph, op):
         return None
     return _padded(_Region(graph), op, op.value)
 
@@ -175,6 +184,11 @@ def pad_filters(graph: Graph, op: Op) -> Match | Miss | None:
 def _odd(channels: DimLike) -> bool:
     """Whether a known number of channels is not a multiple of 8."""
     return isinstance(channels, int) and channels % UNIT != 0
+
+
+def _is_output(graph: Graph, op: Op) -> bool:
+    """Whether the result is an output of the network, as that of most classifiers."""
+    return any(user.kind == "Output" for user in graph.users(op.value))
 
 
 def _padded(region: _Region, op: Op, value: Value) -> Match | Miss | None:
@@ -245,7 +259,7 @@ def _constant(patch: Patch, region: _Region, op: Op, value: Value | None, unit: 
 
 class PadChannels(RulePass):
     name = "pad_channels"
-    rules = (pad_channels, pad_means)
+    rules = (pad_channels, pad_means, pad_features)
     exact = (pad_channels, pad_filters)
     """The rules for fp32."""
 

@@ -183,6 +183,7 @@ RULES: Mapping[str, str] = {
     "gather_by_one_index": "gathers of elements by one common index written as gathers of rows",
     "pixel_shuffle": "filters before pixel shuffles ordered by pixels, so that blocks of channels move",
     "pad_channels": "channels between convolutions padded to a multiple of 8",
+    "pad_features": "columns of 16-bit products padded to a multiple of 8",
     "pad_filters": "filters of fp32 convolutions padded to a multiple of 8",
     "pad_means": "channels of images with means padded to a multiple of 8",
     "pad_heads": "attention heads padded to a multiple of 8 features",

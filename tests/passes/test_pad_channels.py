@@ -162,6 +162,16 @@ def halves() -> MaxPoolAttrs:
     return MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1))
 
 
+@pytest.mark.parametrize("trans_b", [True, False])
+def test_columns_of_products_of_16_bits(trans_b: bool) -> None:
+    n = Net(np.float64)
+    y = n.op("Tanh", n.gemm(n.input(4, 8), C, trans_b=trans_b))
+    graph = n.done(n.gemm(y, 10, trans_b=trans_b))
+    after, _ = check_pass(PadChannels(), graph, changes=1, rules={"pad_features": 1}, context=HALF)
+    assert channels_of(after, "Gemm", "Tanh") == {32, 10}
+    check_untouched(PadChannels(), graph, SINGLE)
+
+
 def test_precisions() -> None:
     n = Net(np.float64)
     graph = ends(n, starts(n))
