@@ -147,3 +147,32 @@ def test_items_of_a_given_attention_are_split_before_they_are_moved() -> None:
 def test_items_with_one_head_or_in_another_order_stay() -> None:
     check_untouched(FuseAttention(), given(heads=1))
     check_untouched(FuseAttention(), given((0, 1, 2)))
+
+
+def of_channels(mask: str = "", dtype: Any = np.float64, *, heads: int = HEADS) -> Graph:
+    """BoTNet's attention over 4 x 4 pixels: heads and batch are joined in the results of a convolution."""
+    n = Net(dtype)
+    x, items, size = n.op("Tanh", n.input(BATCH, 16, 4, 4)), BATCH * heads, C // heads
+    views = [n.op("Reshape", n.conv(x, C, 1, pads=0), n.ints(items, size, 16)) for _ in range(3)]
+    q, v = (n.op("Transpose", t, attrs=TransposeAttrs((0, 2, 1))) for t in (views[0], views[2]))
+    scores = n.op("Mul", n.op("MatMul", q, views[1]), 0.25)
+    if mask:
+        scores = n.op("Add", scores, n.input(*{"own": (items, 16, 16), "one": (1, 16, 16)}[mask]))
+    y = n.op("Transpose", n.op("MatMul", n.op("Softmax", scores), v), attrs=TransposeAttrs((0, 2, 1)))
+    return n.done(n.conv(n.op("Reshape", y, n.ints(BATCH, C, 4, 4)), 16, 1, pads=0))
+
+
+@pytest.mark.parametrize("mask", ["", "own", "one"])
+def test_heads_of_a_convolutions_channels_leave_the_batch(mask: str) -> None:
+    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "heads_of_images": 1})
+    (op,) = after.of_kind("Attention")
+    assert after.type(op.value).static_shape == (BATCH, HEADS, 16, SIZE)
+
+
+def test_one_head_of_channels_stays() -> None:
+    check_pass(FuseAttention(), of_channels(heads=1), changes=1, rules={"attention": 1})
+
+
+def test_heads_of_channels_are_not_copied() -> None:
+    steps = [s.params["op"]["kind"] for s in check_simulated(of_channels(dtype=np.float32), "fp16").steps]
+    assert steps.count("Copy") + steps.count("Copies") <= 1, steps  # into the layout of convolutions
