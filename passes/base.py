@@ -132,6 +132,14 @@ class PassContext:
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 
     @property
+    def only_precision(self) -> str | None:
+        """The precision of every op; None if ops differ, or if the build has yet to find it."""
+        asked = (
+            {self.precision} if self.plan is None else {self.precision, self.plan.default, *self.plan.nodes.values()}
+        )
+        return self.precision if len(asked) == 1 else None
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the graph becomes launches of GPU kernels."""
         return TargetName.parse(self.target).on_gpu

@@ -28,6 +28,8 @@ from optdnn.passes.rules.means import (
     variance_of_joined_axes,
 )
 from optdnn.passes.rules.noop import known_choice, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.repeated_items import repeated_items, repeated_operand
+from optdnn.passes.rules.rows_of_gemm import rows_of_gemm
 from optdnn.passes.rules.scale import gemm_addend
 from optdnn.passes.rules.segment_tables import segment_table
 from optdnn.passes.rules.select import known_compress, select_is_where
@@ -63,6 +65,8 @@ class Canonicalize(RulePass):
         kept_axes,
         tile_is_expand,
         equal_elements,
+        repeated_operand,
+        repeated_items,
         redundant_expand,  # after targets are constant, so that sizes are known
         whole_axes,
         grid_gather,
@@ -93,6 +97,7 @@ class Canonicalize(RulePass):
         known_writes,  # before sinking: the Transposes around a write are still next to it
         gemm_addend,  # before formulas of activations, which read the product twice
         segment_table,
+        rows_of_gemm,  # before sinking: a Transpose before it can pass the product
         sink_transpose,
         shared_transpose,  # after sinking, which moves transposes the other way
         select_is_where,

@@ -291,7 +291,7 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
-        narrow = context.plan is not None or context.precision not in WIDE
+        narrow = context.only_precision not in WIDE
         positions = coordinates(graph) if narrow and TargetName.parse(context.target).on_gpu else {}
         shared = (depth, self.norms_add)
         return (

@@ -1,8 +1,9 @@
-"""Channels between convolutions are padded to a multiple of 8, which the kernels of 16-bit images need.
+"""Channels between convolutions are padded to a multiple of 8, which many kernels need.
 
-A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 bytes at once. A *region* consists of
-depthwise convolutions, pointwise arithmetic, pools, and splits of channels. Its channels come from convolutions with constant
-weights, and go to convolutions with constant weights. The weights of these get the padding, after each group of channels: zero
+A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 elements at once. Means over 16-bit images,
+products of 16-bit rows, and convolutions of fp32 on tensor cores also need a multiple of 8. A *region* consists of depthwise
+convolutions, pointwise arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions
+and products with constant weights, and go to others. The weights of these get the padding, after each group of channels: zero
 filters compute the padding channels, and zero weights read them after the region. No launch is added.
 """
 
@@ -14,24 +15,31 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors, widened
-from optdnn.passes.support.facts import integers, is_depthwise, operand
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, is_depthwise, operand, reduction_axes
+from optdnn.passes.support.products import PRODUCTS, output_axis
 from optdnn.types import normalize_axis
 
-UNIT, READ = 8, 4
-"""Padded channels are a multiple of ``UNIT``. Multiples of ``READ`` are fast enough without padding."""
-MOST = 1.25
-"""Largest ratio of padded channels to channels."""
+UNIT = 8
+"""Padded channels are a multiple of this."""
+IMAGES = (3, 4, 5)
+"""Ranks of images."""
+MOST, LEAST = 4 / 3, 7
+"""Largest ratio of padded channels to channels, and the fewest channels that are padded: fewer take less time as they are."""
 BOUNDED = frozenset({
     "Abs", "Add", "Celu", "Clip", "Cos", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Mish", "Mul",
     "Neg", "PRelu", "Relu", "Selu", "Sigmoid", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh",
 })  # fmt: skip
 """Pointwise kinds that compute no infinity from zeros or from each other's results: zero weights could not undo an infinity."""
 POOLS = ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool")
+SUMS = ("ReduceMean", "ReduceSum")
+WEIGHTED = ("Conv", "ConvTranspose", *sorted(PRODUCTS))
+"""Kinds with weights that can compute or read padding."""
 
 
 @dataclass
@@ -62,36 +70,49 @@ class _Region:
     def _through(self, op: Op, value: Value) -> list[Value] | str:
         """The other padded values of an operator, or why the operator cannot be part of the region."""
         results = op.values
-        if op.kind == "Conv":
-            return self._at_convolution(op, value)
-        if op.kind in BOUNDED:
-            return [op.value, *self._operands(op)]
-        if op.kind == "Split" and normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == 1:
-            return [operand(op), *results]
-        if op.kind in POOLS and len(results) == 1:
+        if op.kind in WEIGHTED:
+            return self._at_weights(op, value)
+        if op.kind in BOUNDED and (found := self._operands(op)) is not None and value in (op.value, *found):
+            return [op.value, *found]
+        if op.kind in ("Split", "Concat") and normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == 1:
+            return [operand(op, i) for i in range(len(op.inputs) if op.kind == "Concat" else 1)] + list(results)
+        if (op.kind in POOLS and len(results) == 1) or (op.kind in SUMS and over_pixels(self.graph, op)):
+            return [operand(op), op.value]
+        if op.kind in RESHAPES and _of_one_pixel(self.graph, op):
+            return [operand(op), op.value]
+        if op.kind == "Resize" and _keeps_channels(self.graph, op):
             return [operand(op), op.value]
         return f"{op.kind} {op.name} {'makes' if value in results else 'reads'} its channels"
 
-    def _at_convolution(self, op: Op, value: Value) -> list[Value] | str:
+    def _at_weights(self, op: Op, value: Value) -> list[Value] | str:
         weight, bias = self.graph.constant_value(op.input(1)), op.input(2)
-        if (
-            weight is None
-            or (bias is not None and self.graph.constant_value(bias) is None)
-            or has_stages_or_factors(op)
-        ):
-            return f"convolution {op.name} has no constant weights"
-        if op.inputs.count(value) > 1 or value in op.inputs[1:]:
-            return f"convolution {op.name} has no constant weights"
+        known = bias is None or self.graph.constant_value(bias) is not None
+        used_twice = op.inputs.count(value) > 1 or value in op.inputs[1:]
+        if weight is None or not known or used_twice or has_stages_or_factors(op):
+            return f"{_noun(op)} {op.name} has no constant weights"
+        if op.kind in PRODUCTS:
+            ranks = {len(op.outputs[0].type.dims), len(self.graph.type(operand(op)).dims), weight.ndim}
+            of_rows = ranks == {2} and not (op.kind == "Gemm" and op.attrs.transA)
+            return [] if of_rows else f"product {op.name} is not of rows of channels"
         if is_depthwise(self.graph, op):
             return [operand(op), op.value]
         return [] if op.attrs.group == 1 else f"convolution {op.name} has groups"
 
-    def _operands(self, op: Op) -> list[Value]:
-        """The operands with the channels of the result; other operands are constants, or broadcast along the channels."""
-        channels, rank = op.outputs[0].type.dims[1], len(op.outputs[0].type.dims)
-        found = [v for v in op.inputs if v is not None and self.graph.constant_value(v) is None]
-        shapes = ((v, self.graph.type(v).dims) for v in found)
-        return [v for v, dims in shapes if len(dims) == rank and dims[1] == channels]
+    def _operands(self, op: Op) -> list[Value] | None:
+        """The operands with the channels of the result; other operands are constants, or broadcast along the channels. None if the
+        channels of one are on another axis."""
+        channels, rank = op.outputs[0].type.dims[1:2], len(op.outputs[0].type.dims)
+        found: list[Value] = []
+        for v in op.inputs:
+            if v is None or self.graph.constant_value(v) is not None:
+                continue
+            dims = self.graph.type(v).dims
+            axis = 1 - rank + len(dims)
+            if axis == 1 and dims[1:2] == channels:
+                found.append(v)
+            elif axis >= 0 and dims[axis] != 1:
+                return None
+        return found
 
     def unit(self) -> int:
         """Channels of a group: the greatest common divisor of all values' channels."""
@@ -103,22 +124,85 @@ class _Region:
         return channels if isinstance(channels, int) else 1
 
 
+def _of_one_pixel(graph: Graph, op: Op) -> bool:
+    """Whether a reshape only adds or removes axes of one element behind the channels."""
+    before, after = graph.type(operand(op)).dims, op.outputs[0].type.dims
+    return before[:2] == after[:2] and set(before[2:] + after[2:]) <= {1}
+
+
+def _keeps_channels(graph: Graph, op: Op) -> bool:
+    """Whether a Resize keeps the channels, without a region of interest, and its sizes are known if it has some."""
+    same = graph.type(operand(op)).dims[:2] == op.outputs[0].type.dims[:2]
+    return same and op.input(1) is None and (op.input(3) is None or ints(graph, op.input(3)) is not None)
+
+
+def over_pixels(graph: Graph, op: Op) -> bool:
+    """Whether a reduction is only over axes after the channels."""
+    axes = reduction_axes(graph, op)
+    return axes is not None and min(axes, default=0) > 1
+
+
+def _noun(op: Op) -> str:
+    return "product" if op.kind in PRODUCTS else "convolution"
+
+
 @rule("pad_channels", {"Conv"})
 def pad_channels(graph: Graph, op: Op) -> Match | Miss | None:
-    """A depthwise convolution whose channels, or the parts of its channels, are not a multiple of 4."""
-    if not is_depthwise(graph, op) or len(op.outputs[0].type.dims) not in (3, 4, 5):
+    """A depthwise convolution whose channels, or the parts of its channels, are not a multiple of 8."""
+    if not is_depthwise(graph, op) or len(op.outputs[0].type.dims) not in IMAGES:
         return None
-    region = _Region(graph)
-    region.grow(op.value)
+    return _padded(_Region(graph), op, op.value)
+
+
+@rule("pad_means", {"GlobalAveragePool", *SUMS})
+def pad_means(graph: Graph, op: Op) -> Match | Miss | None:
+    """A mean over the pixels of 16-bit images whose channels are not a multiple of 8."""
+    dims = graph.type(operand(op)).dims
+    if len(dims) not in IMAGES or not _odd(dims[1]) or (op.kind in SUMS and not over_pixels(graph, op)):
+        return None
+    return _padded(_Region(graph), op, operand(op))
+
+
+@rule("pad_filters", {"Conv", "ConvTranspose"})
+def pad_filters(graph: Graph, op: Op) -> Match | Miss | None:
+    """A convolution of fp32 whose filters are not a multiple of 8: tensor cores would need a copy of its result."""
+    dims = op.outputs[0].type.dims
+    if op.attrs.group != 1 or len(dims) not in IMAGES or not _odd(dims[1]) or _is_output(graph, op):
+        return None
+    return _padded(_Region(graph), op, op.value)
+
+
+@rule("pad_features", PRODUCTS)
+def pad_features(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product of 16-bit rows whose columns are not a multiple of 8: the next product would need a copy of its result."""
+    dims = op.outputs[0].type.dims
+    if len(dims) != 2 or not _odd(dims[1]) or _is_output(graph, op):
+        return None
+    return _padded(_Region(graph), op, op.value)
+
+
+def _odd(channels: DimLike) -> bool:
+    """Whether a known number of channels is not a multiple of 8."""
+    return isinstance(channels, int) and channels % UNIT != 0
+
+
+def _is_output(graph: Graph, op: Op) -> bool:
+    """Whether the result is an output of the network, as that of most classifiers."""
+    return any(user.kind == "Output" for user in graph.users(op.value))
+
+
+def _padded(region: _Region, op: Op, value: Value) -> Match | Miss | None:
+    """The region of ``value``, which ``op`` reads or makes, with padding after each group of channels."""
+    region.grow(value)
     unit = region.unit()
-    if unit % READ == 0 or (region.why and op.attrs.group % READ == 0):
-        return None
-    if region.why:
-        return Miss(region.why)
     wide = -(-unit // UNIT) * UNIT
-    if wide > MOST * unit:
+    if region.why:
+        return Miss(region.why) if _odd(region.channels(value)) else None
+    if unit == wide:
+        return None
+    if wide > MOST * unit or unit < LEAST:
         return Miss(f"groups of {unit} channels would become groups of {wide}")
-    covered = [o for o in graph.order() if o.id in region.ops]
+    covered = [o for o in region.graph.order() if o.id in region.ops]
     return Match((op, *(o for o in covered if o is not op)), lambda patch: _rewrite(patch, region, covered, unit, wide))
 
 
@@ -126,20 +210,34 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
     new: dict[Value, Value] = {}
     for op in ops:
         inputs, attrs = [None if v is None else new.get(v, v) for v in op.inputs], op.attrs
-        if op.kind == "Conv":
+        if op.kind in WEIGHTED:
             weight, bias = (region.graph.constant_value(v) for v in (*op.inputs, None)[1:3])
             assert weight is not None
+            axis = output_axis(op)
             if op.value in region.values:
-                weight = widened(weight, 0, unit, wide)
-                inputs[2:3] = [] if bias is None else [patch.constant(widened(bias, 0, unit, wide), "widened")]
+                if bias is not None and bias.shape[-1:] == (region.channels(op.value),):
+                    inputs[2] = patch.constant(widened(bias, -1, unit, wide), "widened")
+                weight = widened(weight, axis, unit, wide)
             if is_depthwise(region.graph, op):
                 attrs = replace(attrs, group=weight.shape[0])
             elif op.inputs[0] in region.values:
-                weight = widened(weight, 1, unit, wide)
+                weight = widened(weight, 1 - axis, unit, wide)
             inputs[1] = patch.constant(weight, "widened")
         elif op.kind == "Split":
             parts = [region.channels(v) // unit * wide for v in op.values]
             inputs[1:], attrs = [integers(patch, parts, "sizes")], SplitAttrs(1)
+        elif op.kind == "Resize" and (sizes := ints(region.graph, op.input(3))):
+            axes = attrs.axes or range(len(sizes))
+            given = [
+                region.channels(op.value) // unit * wide if a == 1 else n for a, n in zip(axes, sizes, strict=True)
+            ]
+            inputs[3] = integers(patch, given, "sizes")
+        elif op.kind in RESHAPES:
+            rows, _, *ones = op.outputs[0].type.dims
+            new[op.value] = in_shape(
+                patch, new[operand(op)], (rows, region.channels(op.value) // unit * wide, *ones), op.src
+            )
+            continue
         elif op.kind in BOUNDED:
             inputs = [new[v] if v in new else _constant(patch, region, op, v, unit, wide) for v in op.inputs]
         made = patch.add_op(
@@ -161,8 +259,9 @@ def _constant(patch: Patch, region: _Region, op: Op, value: Value | None, unit: 
 
 class PadChannels(RulePass):
     name = "pad_channels"
-    rules = (pad_channels,)
+    rules = (pad_channels, pad_means, pad_features)
+    exact = (pad_channels, pad_filters)
+    """The rules for fp32."""
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """None for fp32, whose kernels need no padding."""
-        return self.rules if context.plan is not None or context.precision not in ("fp32", "tf32", "fp64") else ()
+        return {"fp32": self.exact, "tf32": self.exact[:1], "fp64": ()}.get(context.only_precision or "", self.rules)

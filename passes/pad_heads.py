@@ -110,4 +110,4 @@ class PadHeads(RulePass):
         sixteen = any(
             graph.type(v).dtype.itemsize == HALVES for op in graph.of_kind("Attention") for v in op.inputs[:1] if v
         )
-        return self.rules if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64") else ()
+        return self.rules if sixteen or context.only_precision not in ("fp32", "fp64") else ()

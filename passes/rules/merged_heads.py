@@ -59,6 +59,45 @@ def merged_heads(graph: Graph, op: Op) -> Match | Miss | None:
     return Match(tuple(views), build, view.value)
 
 
+@rule("heads_of_images", {"Attention"})
+def heads_of_images(graph: Graph, op: Op) -> Match | None:
+    """Attention of ``B * H`` items, views of images (B, H * features, …) like its result, gets batch B and H heads (BoTNet)."""
+    turn = reader_after(graph, op.value, RESHAPES)
+    join = None if turn is None or turn.kind != "Transpose" else graph.sole_user(turn.value)
+    if turn is None or join is None or join.kind not in RESHAPES or any(v is not None for v in op.inputs[4:]):
+        return None
+    types = [graph.type(v) for v in (*op.inputs[:4], operand(turn), join.value) if v is not None]
+    if len(op.outputs) > 1 or not all(t.is_static for t in types):
+        return None
+    items, one, tokens, features = op.outputs[0].type.static_shape
+    after = join.outputs[0].type.static_shape
+    heads = after[1] // features if len(after) > 2 else 0
+    turned = _order(graph.type(operand(turn)).static_shape, turn.attrs.perm) == ((items, tokens, features), (0, 2, 1))
+    if one != 1 or heads < 2 or after[:2] != (items // heads, heads * features) or not turned:
+        return None
+    lead = after[0], heads
+    images = [_image(graph, v, lead) for v in op.inputs[:3] if v is not None]
+    mask = op.input(3)
+    dims = () if mask is None else graph.type(mask).static_shape
+    if None in images or (dims[:2] != (items, 1) and math.prod(dims[:-2]) != 1):
+        return None
+
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = []
+        for i, image in enumerate(images):
+            assert image is not None
+            _, _, positions, size = graph.type(operand(op, i)).dims
+            split = in_shape(patch, image, (*lead, size, positions))
+            inputs.append(patch.add("Transpose", [split], TransposeAttrs((0, 1, 3, 2))))
+        if mask is not None:
+            own = dims[:2] == (items, 1)
+            inputs.append(in_shape(patch, mask, (*lead, *dims[2:])) if own else mask)
+        y = patch.add("Attention", inputs, op.attrs)
+        return in_shape(patch, patch.add("Transpose", [y], TransposeAttrs((0, 1, 3, 2))), after)
+
+    return Match((op, turn, join), build, join.value)
+
+
 def _image(graph: Graph, value: Value, lead: tuple[int, int]) -> Value | None:
     """The image (B, H * features, …) whose positions are the rows of an operand; None if the operand is computed differently."""
     turn = producer(graph, value, {"Transpose"})
@@ -118,6 +157,42 @@ def heads_behind_positions(graph: Graph, op: Op) -> Match | Miss | None:
         return in_shape(patch, patch.add("Transpose", [y], TransposeAttrs((2, 0, 1, 3))), after)
 
     return Match((op, turn), build, turn.value)
+
+
+@rule("split_items", {"Attention"})
+def split_items(graph: Graph, op: Op) -> Match | None:
+    """Operands whose ``B * H`` items were exchanged with the positions before they were split: split first, then permuted.
+
+    PyTorch's MultiheadAttention, exported with ONNX's Attention."""
+    rows = {v: x for v in op.inputs[:3] if v is not None and (x := _exchanged(graph, v)) is not None}
+    if not rows:
+        return None
+
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = list(op.inputs)
+        for i, v in enumerate(op.inputs[:3]):
+            if v in rows:
+                batch, heads, positions, features = graph.type(v).dims
+                split = in_shape(patch, rows[v], (positions, batch, heads, features))
+                inputs[i] = patch.add("Transpose", [split], TransposeAttrs((1, 2, 0, 3)))
+        made = patch.add_op("Attention", inputs, op.attrs, outputs=len(op.outputs), names=[o.name for o in op.outputs])
+        for i, value in enumerate(op.values[1:], 1):
+            patch.replace(value, Value(made.id, i))
+        return made.value
+
+    return Match((op,), build)
+
+
+def _exchanged(graph: Graph, value: Value) -> Value | None:
+    """The value (positions, B * H, features) that a Transpose and Reshapes turn into an operand (B, H, positions, features)."""
+    turn = producer(graph, value_before(graph, value, RESHAPES), {"Transpose"})
+    if turn is None or not graph.type(value).is_static or graph.type(value).rank != 4:
+        return None
+    batch, heads, positions, features = graph.type(value).static_shape
+    if 1 in (batch, heads):
+        return None
+    exchanged = _order(graph.type(operand(turn)).static_shape, turn.attrs.perm)
+    return operand(turn) if exchanged == ((positions, batch * heads, features), (1, 0, 2)) else None
 
 
 def _rows_of_items(graph: Graph, value: Value | None, items: int) -> tuple[Value, int] | None:

@@ -1,4 +1,4 @@
-"""merged_heads, heads_behind_positions: attention of (windows * heads, positions, features), as SAM, ViTDet and PyTorch have it."""
+"""merged_heads and its like: attention of (windows * heads, positions, features), as SAM, ViTDet and PyTorch have it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_refused
+from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
@@ -119,3 +119,60 @@ def test_one_head_behind_positions_stays() -> None:
 def test_heads_behind_positions_are_not_copied() -> None:
     steps = [s.params["op"]["kind"] for s in check_simulated(positions_first(dtype=np.float32), "fp16").steps]
     assert not {"Copy", "Copies"} & set(steps), steps
+
+
+def given(perm: tuple[int, ...] = (1, 0, 2), *, heads: int = HEADS, dtype: Any = np.float64) -> Graph:
+    """The same attention as one operator of ONNX, whose operands are split after they are transposed."""
+    n = Net(dtype)
+    x = n.op("Tanh", n.input(TOKENS, BATCH, C))
+    size, items = C // heads, BATCH * heads
+    rows = [n.op("Reshape", n.matmul(x, C), n.ints(TOKENS, items, size)) for _ in range(3)]
+    turned = [n.op("Transpose", t, attrs=TransposeAttrs(perm)) for t in rows]
+    q, k, v = (n.op("Reshape", t, n.ints(BATCH, heads, TOKENS, size)) for t in turned)
+    y = n.op("Transpose", n.op("Attention", q, k, v), attrs=TransposeAttrs((2, 0, 1, 3)))
+    return n.done(n.matmul(n.op("Reshape", y, n.ints(TOKENS * BATCH, C)), C))
+
+
+def test_items_of_a_given_attention_are_split_before_they_are_moved() -> None:
+    after, _ = check_pass(FuseAttention(), given(), changes=1, rules={"split_items": 1})
+    (op,) = after.of_kind("Attention")
+    for value in op.inputs[:3]:
+        assert value is not None
+        assert after.op(value).kind == "Transpose"
+        assert after.op(value).attrs.perm == (1, 2, 0, 3)
+    steps = [s.params["op"]["kind"] for s in check_simulated(given(dtype=np.float32), "fp16").steps]
+    assert not {"Copy", "Copies"} & set(steps), steps
+
+
+def test_items_with_one_head_or_in_another_order_stay() -> None:
+    check_untouched(FuseAttention(), given(heads=1))
+    check_untouched(FuseAttention(), given((0, 1, 2)))
+
+
+def of_channels(mask: str = "", dtype: Any = np.float64, *, heads: int = HEADS) -> Graph:
+    """BoTNet's attention over 4 x 4 pixels: heads and batch are joined in the results of a convolution."""
+    n = Net(dtype)
+    x, items, size = n.op("Tanh", n.input(BATCH, 16, 4, 4)), BATCH * heads, C // heads
+    views = [n.op("Reshape", n.conv(x, C, 1, pads=0), n.ints(items, size, 16)) for _ in range(3)]
+    q, v = (n.op("Transpose", t, attrs=TransposeAttrs((0, 2, 1))) for t in (views[0], views[2]))
+    scores = n.op("Mul", n.op("MatMul", q, views[1]), 0.25)
+    if mask:
+        scores = n.op("Add", scores, n.input(*{"own": (items, 16, 16), "one": (1, 16, 16)}[mask]))
+    y = n.op("Transpose", n.op("MatMul", n.op("Softmax", scores), v), attrs=TransposeAttrs((0, 2, 1)))
+    return n.done(n.conv(n.op("Reshape", y, n.ints(BATCH, C, 4, 4)), 16, 1, pads=0))
+
+
+@pytest.mark.parametrize("mask", ["", "own", "one"])
+def test_heads_of_a_convolutions_channels_leave_the_batch(mask: str) -> None:
+    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "heads_of_images": 1})
+    (op,) = after.of_kind("Attention")
+    assert after.type(op.value).static_shape == (BATCH, HEADS, 16, SIZE)
+
+
+def test_one_head_of_channels_stays() -> None:
+    check_pass(FuseAttention(), of_channels(heads=1), changes=1, rules={"attention": 1})
+
+
+def test_heads_of_channels_are_not_copied() -> None:
+    steps = [s.params["op"]["kind"] for s in check_simulated(of_channels(dtype=np.float32), "fp16").steps]
+    assert steps.count("Copy") + steps.count("Copies") <= 1, steps  # into the layout of convolutions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -11,11 +13,18 @@ from support.simulated import check_simulated, lowered, tactics
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs
-from optdnn.ops.index import SplitAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import PassContext
 from optdnn.passes.pad_channels import PadChannels
+from optdnn.passes.support.precision import PrecisionPlan
 
 HALF = PassContext(target="cuda:sm_90a", precision="fp16")
+SINGLE = PassContext(target="cuda:sm_90a", precision="fp32", plan=PrecisionPlan())
+MEANS = ReduceAttrs(keepdims=False)
 ONES = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
 C = 27
 """Channels: of 32 with zeros behind them."""
@@ -102,15 +111,124 @@ def test_refusals() -> None:
     check_refused(PadChannels(), n.done(y), because="has no constant weights", context=HALF)
 
 
+def classifier(n: Net, y: Value, kind: str) -> Value:
+    """A mean over the pixels of ``y``, and a product with it."""
+    if kind == "pool":
+        y = n.op("Reshape", n.op("GlobalAveragePool", y), n.ints(0, -1), attrs=OPDEFS["Reshape"].attrs())
+    else:
+        y = n.op("ReduceMean", y, n.ints(2, 3), attrs=MEANS)
+    return n.matmul(y, 10) if kind == "matmul" else n.gemm(y, 10, trans_b=kind == "transposed")
+
+
+@pytest.mark.parametrize("kind", ["pool", "gemm", "transposed", "matmul"])
+def test_means_of_images_of_16_bits(kind: str) -> None:
+    n = Net(np.float64)
+    y = n.op("Relu", starts(n))
+    y = n.op("Add", n.conv(y, C, bias=True), y)
+    graph, _ = check_pass(
+        PadChannels(), n.done(classifier(n, y, kind)), changes=1, rules={"pad_means": 1}, context=HALF
+    )
+    assert channels_of(graph, "Conv", "Relu", "GlobalAveragePool", "ReduceMean") == {8, 32}
+    check_untouched(PadChannels(), graph, HALF)
+
+
+def test_a_gate_of_products() -> None:
+    n = Net(np.float64)
+    y = starts(n)
+    gate = n.gemm(n.gemm(n.op("ReduceMean", y, n.ints(2, 3), attrs=MEANS), 8), C)
+    gate = n.op("Unsqueeze", n.op("Sigmoid", gate), n.ints(2, 3))
+    graph, _ = check_pass(PadChannels(), ends(n, n.op("Mul", y, gate)), changes=1, rules={"pad_means": 1}, context=HALF)
+    assert [graph.type(op.value).static_shape for op in graph.of_kind("Gemm")] == [(1, 8), (1, 32)]
+    assert channels_of(graph, "Mul") == {32}
+
+
+@pytest.mark.parametrize("last", ["scales", "sizes", "transpose"])
+def test_filters_of_fp32_around_joins_resizes_and_transposed_convolutions(last: str) -> None:
+    n = Net(np.float64)
+    x = n.input(1, 8, 6, 6)
+    first = n.conv(x, C, bias=True)
+    second = n.op("MaxPool", n.conv(n.op("Concat", first, n.conv(x, 2 * C), attrs=ConcatAttrs(1)), C), attrs=halves())
+    if last == "scales":
+        y = n.op("Resize", second, None, n.const([1.0, 1.0, 2.0, 2.0], np.float32), attrs=ResizeAttrs())
+    elif last == "sizes":
+        y = n.op("Resize", second, None, None, n.ints(1, C, 6, 6), attrs=ResizeAttrs())
+    else:
+        y = n.conv_transpose(second, C, 2, bias=True)
+    graph, _ = check_pass(PadChannels(), ends(n, y), changes=3 if last == "transpose" else 2, context=SINGLE)
+    assert {c % 8 for c in channels_of(graph, "Conv", "Concat", "MaxPool", "Resize", "ConvTranspose")} == {0}
+
+
+def halves() -> MaxPoolAttrs:
+    return MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1))
+
+
+@pytest.mark.parametrize("trans_b", [True, False])
+def test_columns_of_products_of_16_bits(trans_b: bool) -> None:
+    n = Net(np.float64)
+    y = n.op("Tanh", n.gemm(n.input(4, 8), C, trans_b=trans_b))
+    graph = n.done(n.gemm(y, 10, trans_b=trans_b))
+    after, _ = check_pass(PadChannels(), graph, changes=1, rules={"pad_features": 1}, context=HALF)
+    assert channels_of(after, "Gemm", "Tanh") == {32, 10}
+    check_untouched(PadChannels(), graph, SINGLE)
+
+
+def test_precisions() -> None:
+    n = Net(np.float64)
+    graph = ends(n, starts(n))
+    check_pass(PadChannels(), graph, changes=1, rules={"pad_filters": 1}, context=SINGLE)
+    check_untouched(PadChannels(), graph, HALF)
+    check_untouched(PadChannels(), graph, replace(SINGLE, plan=PrecisionPlan(nodes={"Conv_2": "fp16"})))
+    check_untouched(PadChannels(), graph, PassContext(target="cuda:sm_90a", precision="tf32"))
+    n = Net(np.float64)
+    graph = ends(n, separable(n))
+    check_pass(
+        PadChannels(), graph, changes=1, rules={"pad_channels": 1}, context=replace(SINGLE, precision="tf32", plan=None)
+    )
+    check_untouched(PadChannels(), graph, replace(SINGLE, precision="fp64", plan=None))
+
+
+def test_refused_means_and_filters() -> None:
+    n = Net(np.float64)
+    y = classifier(n, n.op("Relu", starts(n, 6)), "gemm")
+    check_refused(PadChannels(), n.done(y), because="of 6 channels would become groups of 8", context=HALF)
+    n = Net(np.float64)
+    y = n.op("ReduceMean", starts(n), n.ints(2, 3), attrs=MEANS)
+    y = n.op("Gemm", y, n.random(1, 4), attrs=GemmAttrs(transA=True))
+    check_refused(PadChannels(), n.done(y), because="product .* is not of rows of channels", context=HALF)
+    n = Net(np.float64)
+    y = n.op("Reshape", n.op("GlobalAveragePool", starts(n)), n.ints(C))
+    check_refused(PadChannels(), n.done(y), because="Reshape .* reads its channels", context=HALF)
+    n = Net(np.float64)
+    y = n.op("Resize", starts(n), None, n.const([1.0, 2.0, 1.0, 1.0], np.float32), attrs=ResizeAttrs())
+    check_refused(PadChannels(), ends(n, y), because="Resize .* reads its channels", context=SINGLE)
+    n = Net(np.float64)
+    y = n.op("Mul", starts(n), n.op("Sigmoid", n.input(C, 1, 1, name="scale")))
+    check_refused(PadChannels(), ends(n, y), because="Mul .* reads its channels", context=SINGLE)
+    n = Net(np.float64)
+    y = n.op("ReduceMax", starts(n), n.ints(1))
+    check_refused(PadChannels(), n.done(y), because="ReduceMax .* reads its channels", context=SINGLE)
+
+
 def test_networks_without_a_candidate() -> None:
     n = Net(np.float64)
-    check_untouched(PadChannels(), ends(n, separable(n, 28)), HALF)
+    check_untouched(PadChannels(), ends(n, separable(n, 32)), HALF)
     n = Net(np.float64)
-    check_untouched(PadChannels(), ends(n, separable(n)), PassContext(target="cuda:sm_90a", precision="fp32"))
+    check_untouched(PadChannels(), n.done(separable(n, 32)), HALF)
     n = Net(np.float64)
-    check_untouched(PadChannels(), ends(n, starts(n)), HALF)
+    check_untouched(PadChannels(), n.done(n.op("ReduceMean", starts(n), n.ints(1, 2), attrs=MEANS)), HALF)
     n = Net(np.float64)
     check_untouched(PadChannels(), n.done(n.op("Gemm", n.input(2, C), n.random(C, 8), attrs=GemmAttrs())), HALF)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_filters_on_the_gpu(precision: str) -> None:
+    n = Net()
+    y = n.op("Relu", n.conv(n.op("Relu", n.input(2, 8, 12, 12)), 100, bias=True))
+    y = n.op("Relu", n.op("Add", n.conv(y, 100), y))
+    graph = n.done(classifier(n, y, "pool"))
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert "means_sm90" in tactics(program, "GlobalAveragePool") if precision == "fp16" else len(program.steps) < 6
+    check_simulated(graph, precision)
 
 
 def test_a_network_on_the_gpu() -> None:

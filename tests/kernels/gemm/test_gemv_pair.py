@@ -177,8 +177,8 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
     "odd sizes": (
-        lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)],
-        "vectors of 68 elements",
+        lambda n: [n.conv(n.conv(pixels(n, 17), 12, 1, pads=0), 24, 1, pads=0)],
+        "vectors of 17 elements",
     ),
     "large": (
         lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)],

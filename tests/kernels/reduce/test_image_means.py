@@ -101,7 +101,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
         ),
         (lambda: gate("ReduceMean", axes=(0, 2, 3)), "fp16", "cuda:sm_90a", "it is not over the pixels of images"),
         (
-            lambda: gate(channels=20),
+            lambda: gate(channels=17),
             "fp16",
             "cuda:sm_90a",
             "the image or its means are not channels-last at multiples of 16 bytes",
