@@ -333,7 +333,7 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
     # Counters of warps and blocks that have written their sums: integers. The sums are not added up in the order of arrival.
     assert found.pop("counts.cuh") == ["red.release.gpu.global.add.u32"]
-    assert found.pop("attention_softmax.cuh") == ["red.or.pred"], "a barrier's vote"
+    assert found.pop("ptx.cuh") == ["red.or.pred"], "a barrier's vote"
     assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]
     assert found.pop("general.cuh") == ["atomicAdd("], "sums of fp16 in float64, which are exact in any order"
     assert found.pop("grid_meeting.cuh") == ["atomicAdd(", "atomicAdd("]

@@ -13,7 +13,8 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.tactic import costlier
 
 SLOWER = 1.4
-"""Scalar units took 1.2 to 2 times as long as predicted in ResNet-50, RegNetY and EfficientNet-B0 (H200, batch 1 to 32)."""
+"""Scalar units took 1.2 to 2 times as long as predicted in ResNet-50, RegNetY and EfficientNet-B0 (H200, batch 1 to 32). Not counted on
+if this kernel needs a copy."""
 
 
 def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView) -> str | None:
@@ -25,7 +26,7 @@ def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel,
     copied = c.copied[len(other.convolution(b, op).copied) :]
     if not c.ep.rest and c.between.strides != result.strides:
         copied.append(result)
-    return costlier(b, op, own, other, SLOWER, sum(map(copy_seconds, copied)))
+    return costlier(b, op, own, other, 1.0 if copied else SLOWER, sum(map(copy_seconds, copied)))
 
 
 class PartsConv(HopperConv):

@@ -20,13 +20,6 @@ DEVICE float factor_of(const Params& p) { return MASK || FACTORS || SOFTCAP ? 1.
 // The subtrahend of scores. While a row has seen only -inf, its accumulators stay zero; they are zero at the end if nothing else follows.
 DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : fmaf(maximum, factor, ROOM); }
 
-// Whether ``own`` is true in any of the threads at a barrier.
-DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
-    u32 any;
-    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
-                 : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(own)) : "memory");
-    return any != 0;
-}
 // Whether ``own`` is true in any of the four lanes that share a row.
 DEVICE bool quad_any(bool own, int lane) { return __ballot_sync(0xffffffffu, own) >> (lane & 28) & 15; }
 

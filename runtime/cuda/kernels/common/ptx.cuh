@@ -181,14 +181,14 @@ DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
     }
 }
 DEVICE void named_barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-// Whether the condition holds for any of the threads, which meet at the barrier.
-DEVICE bool any_of(bool condition, u32 id, u32 threads) {
-    u32 any;
-    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
-                 : "=r"(any) : "r"(u32(condition)), "r"(id), "r"(threads) : "memory");
-    return any;
-}
 DEVICE void named_barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Whether ``own`` is true in any of the threads at a barrier.
+DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(own)) : "memory");
+    return any != 0;
+}
 
 // ---- clusters ------------------------------------------------------------------------------------------------------
 

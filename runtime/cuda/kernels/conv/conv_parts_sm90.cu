@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         };
         auto divide = [&](Pixels& to, const Values& x) {
             to.divide(x);
-            to.uneven = any_of(to.uneven, 1 + group, 128);
+            to.uneven = any_thread(1 + group, 128, to.uneven);
         };
         auto load = [&](Pixels& to) {              // of the current stage
             barrier_wait(full + 8 * stage, parity);
