@@ -226,6 +226,13 @@ def test_networks_without_a_candidate() -> None:
     check_untouched(PadChannels(), n.done(n.op("Gemm", n.input(2, C), n.random(C, 8), attrs=GemmAttrs())), HALF)
 
 
+def test_an_empty_batch() -> None:
+    n = Net(np.float64)
+    y = n.op("GlobalAveragePool", n.op("Relu", n.conv(n.op("Relu", n.input(0, 8, 6, 6)), C)))
+    y = n.op("Reshape", y, n.ints(0, -1), attrs=OPDEFS["Reshape"].attrs())
+    check_pass(PadChannels(), n.done(n.gemm(y, 10)), changes=1, context=HALF, depends_on_input=False)
+
+
 @pytest.mark.parametrize("axes", [None, (-3, -2, -1), (1, 3)])
 def test_sizes_of_a_resize(axes: tuple[int, ...] | None) -> None:
     n = Net(np.float64)
