@@ -33,9 +33,10 @@ MOST, LEAST = 4 / 3, 7
 """Largest ratio of padded channels to channels, and the fewest channels that are padded: fewer take less time as they are."""
 BOUNDED = frozenset({
     "Abs", "Add", "Celu", "Clip", "Cos", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Mish", "Mul",
-    "Neg", "PRelu", "Relu", "Selu", "Sigmoid", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh",
+    "Neg", "PRelu", "Relu", "Selu", "Sigmoid", "Sin", "Softplus", "Softsign", "Sub", "Swish", "Tanh",
 })  # fmt: skip
-"""Pointwise kinds that compute no infinity from zeros or from each other's results: zero weights could not undo an infinity."""
+"""Pointwise kinds that compute neither an infinity nor NaN from zeros or from each other's results: zero weights could not undo
+them."""
 POOLS = ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool")
 SUMS = ("ReduceMean", "ReduceSum")
 WEIGHTED = ("Conv", "ConvTranspose", *sorted(PRODUCTS))
@@ -131,9 +132,20 @@ def _of_one_pixel(graph: Graph, op: Op) -> bool:
 
 
 def _keeps_channels(graph: Graph, op: Op) -> bool:
-    """Whether a Resize keeps the channels, without a region of interest, and its sizes are known if it has some."""
+    """Whether a Resize keeps the channels, without a region of interest, and its scales or sizes are known."""
     same = graph.type(operand(op)).dims[:2] == op.outputs[0].type.dims[:2]
-    return same and op.input(1) is None and (op.input(3) is None or ints(graph, op.input(3)) is not None)
+    if not same or op.input(1) is not None:
+        return False
+    if op.input(3) is not None:
+        return ints(graph, op.input(3)) is not None
+    scales = graph.constant_value(op.input(2))
+    return scales is not None and all(n == 1 for axis, n in zip(_resized(op), scales, strict=True) if axis == 1)
+
+
+def _resized(op: Op) -> list[int]:
+    """The axes to which scales and sizes of a Resize refer."""
+    rank = len(op.outputs[0].type.dims)
+    return list(range(rank)) if op.attrs.axes is None else [normalize_axis(axis, rank) for axis in op.attrs.axes]
 
 
 def over_pixels(graph: Graph, op: Op) -> bool:
@@ -227,10 +239,8 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
             parts = [region.channels(v) // unit * wide for v in op.values]
             inputs[1:], attrs = [integers(patch, parts, "sizes")], SplitAttrs(1)
         elif op.kind == "Resize" and (sizes := ints(region.graph, op.input(3))):
-            axes = attrs.axes or range(len(sizes))
-            given = [
-                region.channels(op.value) // unit * wide if a == 1 else n for a, n in zip(axes, sizes, strict=True)
-            ]
+            channels = region.channels(op.value) // unit * wide
+            given = [channels if axis == 1 else n for axis, n in zip(_resized(op), sizes, strict=True)]
             inputs[3] = integers(patch, given, "sizes")
         elif op.kind in RESHAPES:
             rows, _, *ones = op.outputs[0].type.dims

@@ -28,7 +28,7 @@ def rows_of_gemm(graph: Graph, op: Op) -> Match | None:
         return None
     before, after, depth = graph.type(x).static_shape, split.outputs[0].type.static_shape, matrix.shape[0]
     axes = next((i for i in range(2, len(before)) if math.prod(before[i:]) == depth), None)
-    if axes is None or _longer(after)[: len(_longer(before[:axes]))] != _longer(before[:axes]):
+    if axes is None or depth == 0 or _longer(after)[: len(_longer(before[:axes]))] != _longer(before[:axes]):
         return None
 
     def build(patch: Patch) -> Value:

@@ -20,7 +20,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, operand, producer, reshaped
+from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, in_shape, operand, producer
 
 _AXES = frozenset({"kernel_shape", "strides", "dilations", "output_padding"})
 """Attributes with one number for each spatial axis; ``pads`` has two."""
@@ -90,8 +90,8 @@ def unit_windows(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         turned = patch.add("Transpose", [x], TransposeAttrs(order))
-        flat = reshaped(patch, turned, (batch, math.prod(rest[: 1 + len(single)]), *rest[1 + len(single) :]))
-        y = reshaped(patch, patch.add(op.kind, [flat], attrs), tuple(results))
+        flat = in_shape(patch, turned, (batch, math.prod(rest[: 1 + len(single)]), *rest[1 + len(single) :]))
+        y = in_shape(patch, patch.add(op.kind, [flat], attrs), tuple(results))
         return patch.add("Transpose", [y], TransposeAttrs(tuple(order.index(k) for k in range(len(order)))))
 
     return Match((op,), build)

@@ -250,6 +250,9 @@ def _has_sizes_of_0(given: Sequence[DimLike], target: tuple[int, ...]) -> bool:
 
 def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
     """Add a Reshape to ``shape``. A constant target must be able to express it."""
+    sizes = tuple(d for d in shape if isinstance(d, int))
+    if 0 in sizes and len(sizes) == len(shape):
+        return patch.add("Reshape", [x, integers(patch, sizes, "shape")], ReshapeAttrs(allowzero=True), src=src)
     target = reshape_target(patch.type(x).dims, shape)
     assert target is not None, "no constant target can express the shape"
     return reshaped(patch, x, target, src)

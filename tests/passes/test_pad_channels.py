@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.simulated import check_simulated, lowered, tactics
+from support.simulated import check_simulated, kinds, lowered, tactics
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
@@ -207,6 +207,12 @@ def test_refused_means_and_filters() -> None:
     n = Net(np.float64)
     y = n.op("ReduceMax", starts(n), n.ints(1))
     check_refused(PadChannels(), n.done(y), because="ReduceMax .* reads its channels", context=SINGLE)
+    n = Net(np.float64)
+    y = n.op("Sqrt", n.op("Sub", n.op("Add", n.op("Relu", starts(n)), n.positive(C, 1, 1)), 0.1))  # of padding: NaN
+    check_refused(PadChannels(), ends(n, y), because="Sqrt .* reads its channels", context=SINGLE)
+    n = Net(np.float64)
+    y = n.op("Resize", starts(n), None, n.const([1.0, 1.01, 2.0, 2.0], np.float32), attrs=ResizeAttrs())
+    check_refused(PadChannels(), ends(n, y), because="Resize .* reads its channels", context=SINGLE)
 
 
 def test_networks_without_a_candidate() -> None:
@@ -220,6 +226,23 @@ def test_networks_without_a_candidate() -> None:
     check_untouched(PadChannels(), n.done(n.op("Gemm", n.input(2, C), n.random(C, 8), attrs=GemmAttrs())), HALF)
 
 
+def test_an_empty_batch() -> None:
+    n = Net(np.float64)
+    y = n.op("GlobalAveragePool", n.op("Relu", n.conv(n.op("Relu", n.input(0, 8, 6, 6)), C)))
+    y = n.op("Reshape", y, n.ints(0, -1), attrs=OPDEFS["Reshape"].attrs())
+    check_pass(PadChannels(), n.done(n.gemm(y, 10)), changes=1, context=HALF, depends_on_input=False)
+
+
+@pytest.mark.parametrize("axes", [None, (-3, -2, -1), (1, 3)])
+def test_sizes_of_a_resize(axes: tuple[int, ...] | None) -> None:
+    n = Net(np.float64)
+    given = (1, C, 6, 9)
+    sizes = n.ints(*(given if axes is None else [given[axis] for axis in axes]))
+    y = n.op("Resize", starts(n), None, None, sizes, attrs=ResizeAttrs(axes=axes))
+    graph, _ = check_pass(PadChannels(), ends(n, y), changes=1, context=SINGLE)
+    assert channels_of(graph, "Resize") == {32}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_filters_on_the_gpu(precision: str) -> None:
     n = Net()
@@ -227,7 +250,10 @@ def test_filters_on_the_gpu(precision: str) -> None:
     y = n.op("Relu", n.op("Add", n.conv(y, 100), y))
     graph = n.done(classifier(n, y, "pool"))
     program = lowered(graph, precision, target="cuda:sm_90a")
-    assert "means_sm90" in tactics(program, "GlobalAveragePool") if precision == "fp16" else len(program.steps) < 6
+    if precision == "fp16":
+        assert "means_sm90" in tactics(program, "GlobalAveragePool")
+    else:  # no copy between the convolutions and the mean
+        assert kinds(program)[:4] == ["JointPointwise", "Conv", "Conv", "GlobalAveragePool"]
     check_simulated(graph, precision)
 
 

@@ -9,7 +9,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.gemm import GemmAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.passes.canonicalize import Canonicalize
 
 CANON = Canonicalize()
@@ -45,8 +45,21 @@ def test_rows_keep_their_axes(bias: str, after: tuple[int, ...]) -> None:
 
 def test_other_gemms_stay() -> None:
     check_untouched(CANON, rows(after=(BATCH, TOKENS, 6)))
-    check_untouched(CANON, rows(bias="each"))
+    check_pass(CANON, rows(bias="each"), changes=1, rules={"gemm_addend": 1})
     check_untouched(CANON, rows(alpha=2.0))
+
+
+@pytest.mark.parametrize(("batch", "depth", "changes"), [(0, 4, 1), (2, 0, 0)])
+def test_empty_tensors(batch: int, depth: int, changes: int) -> None:
+    """Rows without elements can be split in any way: a Gemm may have more of them."""
+    n = Net(np.float64)
+    rows = 4 if depth == 0 else 0
+    joined = n.op(
+        "Reshape", n.op("Tanh", n.input(batch, 3, depth)), n.ints(rows, depth), attrs=ReshapeAttrs(allowzero=True)
+    )
+    y = n.op("Gemm", joined, n.random(depth, 6), n.random(6), attrs=GemmAttrs())
+    y = n.op("Reshape", y, n.ints(batch, 3, *((6,) if changes else (4,))), attrs=ReshapeAttrs(allowzero=True))
+    check_pass(CANON, n.done(n.op("Sin", y)), changes=changes, depends_on_input=False)
 
 
 def test_heads_are_joined_before_the_product() -> None:

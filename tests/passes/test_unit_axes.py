@@ -129,6 +129,13 @@ def test_a_pool_over_all_axes_of_an_image(kind: str) -> None:
     assert (op.attrs.kernel_shape, op.attrs.strides, op.attrs.pads) == ((3, 3), (2, 2), (1, 0, 1, 1))
 
 
+def test_a_pool_of_empty_images() -> None:
+    n = Net()
+    attrs = MaxPoolAttrs((2, 1, 2, 1), (1, 1, 1, 1), (0,) * 8, (1,) * 4)
+    y = n.op("MaxPool", n.input(0, 3, 3, 0, 4, 5), attrs=attrs)
+    check_pass(CANON, n.done(y), changes=1, rules={"unit_windows": 1}, depends_on_input=False)
+
+
 def test_pools_over_many_axes_with_large_windows_refuse() -> None:
     n = Net()
     window = ((2, 2, 2, 2), (1, 1, 1, 1), (0,) * 8, (1, 1, 1, 1))
