@@ -27,7 +27,7 @@ from optdnn.kernels.conv.cost import estimate, with_rounding
 from optdnn.kernels.conv.cost_terms import CLOCK, LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
-from optdnn.kernels.conv.packed import Meaning, is_equalized, weight_operands, with_parts
+from optdnn.kernels.conv.packed import Meaning, weight_operands, with_parts, with_ranges
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import plan_prologue
@@ -220,12 +220,13 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
         pitches = [wide if x is None else pitch_of(x) for x in (c.out, c.residual)]
         # If the number of channels is not a multiple of 8, a store of 8 would overwrite the neighbor's channels.
         dense = c.scatter is None and channels == wide and None not in pitches
-        return conv_problem.Problem(
+        problem = conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
             dense=dense or set(pitches) == {wide}, pitches=_apart(pitches, wide) if dense else (0, 0),
-            image_rows=0 if c.gate is None else c.out.shape[0] // c.gate.shape[0], equalized=self.parts and is_equalized(b, c.feeds),
+            image_rows=0 if c.gate is None else c.out.shape[0] // c.gate.shape[0],
         )  # fmt: skip
+        return with_ranges(b, problem, c.feeds)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
         emit_conv(b, op, c, problem, config)

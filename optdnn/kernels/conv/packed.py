@@ -32,9 +32,23 @@ def _input_scales(b: Builder, feed: Feed) -> Array | None:
     return found if found.size else None
 
 
-def is_equalized(b: Builder, feeds: Sequence[Feed]) -> bool:
-    """Whether input channels of fp32 in parts need scales."""
-    return any(_input_scales(b, f) is not None for f in feeds)
+def with_ranges(b: Builder, problem: Problem, feeds: Sequence[Feed]) -> Problem:
+    """The problem with what the sizes of its weights require, if it multiplies fp32 in parts."""
+    if not problem.parts:
+        return problem
+    scales = [_input_scales(b, f) for f in feeds]
+
+    def selective() -> Array:
+        scaled = [_scaled(f, c) for f, c in zip(feeds, scales, strict=True)]
+        return np.array([parts_kernel.selective(np.concatenate([w.reshape(len(w), -1) for w in scaled], axis=1))])
+
+    (ignores,) = b.kept.once(("selective",), [f.weight for f in feeds], selective)
+    return replace(problem, equalized=any(c is not None for c in scales), selective=bool(ignores))
+
+
+def _scaled(feed: Feed, scales: Array | None) -> Array:
+    """The weights of a source, divided by the scales of its input channels."""
+    return feed.weight if scales is None else feed.weight / scales.reshape(1, -1, *(1,) * (feed.weight.ndim - 2))
 
 
 def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> dict[str, TensorView]:

@@ -30,7 +30,7 @@ from optdnn.kernels.conv.hopper import (
     row_width,
     with_pitch,
 )
-from optdnn.kernels.conv.packed import is_equalized, weight_operands
+from optdnn.kernels.conv.packed import weight_operands, with_ranges
 from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import Stage
@@ -191,11 +191,11 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         _, other = self._factors(b, op)
         beside = plan_epilogue(b.graph, other.rest, channel_axis=1)
         batch, channels = c.out.shape[:2]
-        return conv_problem.Problem(
+        problem = conv_problem.Problem(
             batch, 2 * channels, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), beside=(("bias",), *beside.rendered), pitches=hopper_launch.paired_pitches(c.out),
-            equalized=self.parts and is_equalized(b, c.feeds),
         )  # fmt: skip
+        return with_ranges(b, problem, c.feeds)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         _own, other = self._factors(b, op)

@@ -95,18 +95,31 @@ LEVEL = 8
 """Input channels get scales if the largest weights of two of them differ by more than this power of two."""
 LOWEST = -60
 """The least power of two that is a scale: products below it are lost beside those of other channels."""
+TINY, IGNORED = 2.0**-18, 1 / 32
+"""A channel ignores inputs if more than this part of its weights is so small, beside its largest one."""
 
 
 def input_shifts(weights: Array) -> Array | None:
     """Powers of two by which input channels of ``[output channels, input channels, ...]`` fp32 weights are scaled down, int32 and at most 0;
-    the largest weights of the channels are of one size then. None: they are about that already."""
+    the largest weights of the channels are of one size then. None: they are about that already. Channels that nothing reads get the least
+    one, so that their numbers cost others no bits."""
     largest = np.abs(weights).reshape(*weights.shape[:2], -1).max(axis=(0, 2), initial=0.0)
     used = np.isfinite(largest) & (largest > 0)
     if not used.any():
         return None
     shifts = np.frexp(np.where(used, largest, largest[used].max()))[1]
-    shifts -= shifts.max()
+    shifts = np.where(largest == 0, LOWEST, shifts - shifts.max())
     return None if shifts.min() >= -LEVEL else np.maximum(shifts, LOWEST).astype(np.int32)
+
+
+def selective(weights: Array) -> bool:
+    """Whether an output channel of ``[output channels, inputs]`` weights ignores some inputs, which then may be much larger than those that
+    count. Inputs that no channel reads do not count: they have scales."""
+    size = np.abs(weights)
+    read = size[:, size.any(axis=0)]
+    most = read.max(axis=1, initial=0.0, keepdims=True)
+    few = (read <= most * TINY).sum(axis=1) > IGNORED * read.shape[1]
+    return bool((few & (most[:, 0] > 0)).any())
 
 
 def divided(weights: Array, block: int) -> tuple[Array, Array]:
@@ -172,7 +185,7 @@ def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, check
     defines = {
         "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
         "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split, "MODE0": modes[0], "MODE1": modes[1],
-        "EQUALIZED": int(problem.equalized), "SHARED_BYTES": shared_bytes(problem, config),
+        "UNEVEN": int(problem.selective), "EQUALIZED": int(problem.equalized), "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
     return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
@@ -187,9 +200,9 @@ def grid_blocks(problem: Problem, config: PartsConfig, device: GpuFacts) -> int:
 START, EPILOGUE, EXCHANGE = 2400, 980, 670
 """Cycles of a launch until its first products; of a tile after its last ones; and in which a cluster begins to exchange sums."""
 COLUMN, SENT = 23.0, 29.0  # cycles to finish a column of a tile; bytes of sums that a block sends per cycle
-LEAST_STEP = {1: 460, 2: 640}
-"""Cycles of a K step without products, by the block's warpgroups: a thread waits for its pixels and divides them. 400 and 550 fitted
-launches that did not look for uneven pixels; seven networks took 9 % longer with it (geometric mean)."""
+LEAST_STEP, VOTE = {1: 400, 2: 550}, 75
+"""Cycles of a K step without products, by the block's warpgroups: a thread waits for its pixels and divides them; and cycles to look for
+uneven ones (seven networks that did so took 9 % longer)."""
 TOGETHER = 1.29
 """Exponent of the norm that combines these cycles with those of the products."""
 BESIDE = 0.7
@@ -202,7 +215,8 @@ def estimate(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
     channels, pixels = config.tile
     tiles, steps = config.joint_tiles(problem)[1], -(-problem.k_steps // config.split)
     products = config.groups * problem.block // 16 * 3 * config.columns / 2
-    step = float((products**TOGETHER + LEAST_STEP[config.groups] ** TOGETHER) ** (1 / TOGETHER))
+    least = LEAST_STEP[config.groups] + (VOTE if problem.selective else 0)
+    step = float((products**TOGETHER + least**TOGETHER) ** (1 / TOGETHER))
     end = EPILOGUE + COLUMN * config.columns
     if config.split > 1:
         end += EXCHANGE + channels * pixels * 4 * (config.split - 1) / config.split / SENT

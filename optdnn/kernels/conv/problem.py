@@ -207,6 +207,8 @@ class Problem(WithEpilogue):
     """Rotary position embedding of heads of the result."""
     equalized: bool = False
     """Whether input channels have scales, which bring their weights to one size (:func:`.parts_kernel.input_shifts`)."""
+    selective: bool = False
+    """Whether channels of fp32 in parts ignore some inputs, however large these are (:func:`.parts_kernel.selective`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:

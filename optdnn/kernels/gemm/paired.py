@@ -19,7 +19,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.conv.maps import Feed, weight_views
-from optdnn.kernels.conv.packed import is_equalized, weight_operands
+from optdnn.kernels.conv.packed import weight_operands, with_ranges
 from optdnn.kernels.conv.paired import factors_of, faster_apart, in_halves, in_turn, stages_with_other
 from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
@@ -121,11 +121,11 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
         rows, columns = c.out.shape[:2]
-        return conv_problem.Problem(
+        problem = conv_problem.Problem(
             rows, 2 * columns, (c.feed.source,), (("bias",), *c.ep.rendered), products(b, op), map_dtype(c.out.dtype),
             beside=(("bias",), *self._pair(b, op).beside.rendered), pitches=hopper_launch.paired_pitches(c.out),
-            equalized=self.parts and is_equalized(b, c.feeds),
         )  # fmt: skip
+        return with_ranges(b, problem, c.feeds)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         x, out = c.feed.x, c.out

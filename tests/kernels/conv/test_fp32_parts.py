@@ -21,7 +21,7 @@ from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv.hopper_launch import in_one_order, ranked, read
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
-from optdnn.kernels.conv.parts_kernel import PartsConfig, divided, input_shifts, kernel_order
+from optdnn.kernels.conv.parts_kernel import PartsConfig, divided, input_shifts, kernel_order, selective
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.ops.conv import ConvAttrs
@@ -188,9 +188,32 @@ def test_input_channels_of_one_size_have_no_scales() -> None:
     shifts = input_shifts(weights)
     assert shifts is not None
     assert -42 <= shifts[3] <= -38
-    assert shifts[5] == -60
-    assert shifts[7] == shifts[8] == shifts.max() == 0
-    assert np.delete(shifts, [3, 5]).min() >= -2
+    assert shifts[5] == shifts[7] == -60, "the second is not read at all"
+    assert shifts[8] == shifts.max() == 0
+    assert np.delete(shifts, [3, 5, 7]).min() >= -2
+
+
+def test_channels_that_ignore_inputs_are_found() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((64, 4608)).astype(np.float32)
+    assert not selective(weights)
+    weights[:, 5] = weights[3] = 0
+    assert not selective(weights), "an input that no channel reads has a scale, and a channel of zeros needs no bits"
+    weights[7, 100:200] = 0
+    assert not selective(weights)
+    weights[7, 200:260] = 1e-7
+    assert selective(weights)
+    assert selective(np.eye(8, dtype=np.float32))
+    assert not selective(np.zeros((4, 4), np.float32))
+
+
+def test_only_weights_that_ignore_inputs_look_for_uneven_pixels() -> None:
+    dense = np.random.default_rng(0).standard_normal((128, 96)).astype(np.float32)
+    for weights, looks in ((dense, 0), (np.eye(128, 96, dtype=np.float32), 1)):
+        n = Net()
+        program = lowered(n.done(n.op("MatMul", n.input(512, 128), n.const(weights))), "fp32", target="cuda:sm_90a")
+        (kernel,) = program.kernels
+        assert f"#define UNEVEN {looks}\n" in kernel.generated["generated.cuh"]
 
 
 def test_weights_that_are_not_finite_stay_so() -> None:
@@ -248,7 +271,7 @@ def test_functions_after_them_are_exact() -> None:
     ids=str,
 )
 def test_they_compile_without_spills(config: PartsConfig, stage: str) -> None:
-    problem = replace(rows(4096, 768, 2048), epilogue=(("bias",), ("add",), (stage,)))
+    problem = replace(rows(4096, 768, 2048), epilogue=(("bias",), ("add",), (stage,)), selective=True, equalized=True)
     found = nvrtc.resources(parts_kernel.recipe(problem, config))[parts_kernel.FUNCTION]
     assert found.spill_bytes == found.stack_bytes == 0
 

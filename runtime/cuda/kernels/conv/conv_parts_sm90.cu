@@ -6,8 +6,9 @@
 // Powers of two keep all parts within the range of fp16. The build scales the weights of each channel and divides them; ``factors`` undoes the
 // scale. Warps divide the pixels as they load them. Each K step of a pixel has a scale of its own, which brings the largest of its values to
 // 2^14 or more. The rest of a value keeps all its bits if the value is at least 2^-16 of that. Others lose bits below 2^-39 of the largest.
-// If a value is below 2^-20 of it, the products of what the parts lack are added, too. EQUALIZED: the weights of some input channels are much
-// smaller than others. The build scales them up, and ``input_scales`` scales their pixels down.
+// UNEVEN: that may not be enough, since the weights of a channel are zero for some inputs. If a value is below 2^-20 of the largest, the products
+// of what the parts lack are added, too. EQUALIZED: the weights of some input channels are much smaller than others. The build scales them up,
+// and ``input_scales`` scales their pixels down.
 //
 // Tensor cores truncate in their additions. So the products of a K step are summed by themselves, those with a rest first. One fp32 FMA adds
 // each sum, times the inverse of its pixel's scale, to the total. An infinity becomes NaN: its rest is NaN.
@@ -19,7 +20,7 @@
 // others send it their sums.
 //
 // generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
-// STAGES, SPLIT, EQUALIZED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
+// STAGES, SPLIT, UNEVEN, EQUALIZED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int WGM = CHANNEL_GROUPS, WGN = PIXEL_GROUPS, MT = 1, BN = 64;       // names of conv_loads.cuh: TMA loads 64 pixels at a time
@@ -280,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         };
         auto divide = [&](Pixels& to, const Values& x) {
             to.divide(x);
-            to.uneven = any_thread(1 + group, 128, to.uneven);
+            if (UNEVEN) to.uneven = any_thread(1 + group, 128, to.uneven);
         };
         auto load = [&](Pixels& to) {              // of the current stage
             barrier_wait(full + 8 * stage, parity);
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
             if (!last) load(next);
             wgmma_wait<0>();
             float first = own.inverse[0] / WEIGHTS_SCALE, second = own.inverse[1] / WEIGHTS_SCALE;
-            if (own.uneven) {                      // seldom: products of what the parts lack
+            if (UNEVEN && own.uneven) {            // products of what the parts lack
                 Values x = values(ended);
                 do {
                     add(first, second);
