@@ -28,7 +28,7 @@ OPS = 8192
 """Most ops of one unrolled loop."""
 SURE = frozenset(
     {
-        "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "CumSum", "DepthToSpace",
+        "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "DepthToSpace",
         "Einsum", "Expand", "Flatten", "GRU", "Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "Identity",
         "InstanceNormalization", "LSTM", "LayerNormalization", "LogSoftmax", "LpNormalization", "MatMul", "MaxPool", "Pad",
         "RMSNormalization", "RNN", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
@@ -228,7 +228,7 @@ def _has_plans(graph: Graph, condition: Value) -> bool:
 def may_fail(body: Graph, op: Op) -> bool:
     """Whether an operator may fail, or never end, for some data.
 
-    Such operators read indices, divide integers, or have a loop or sizes that depend on data."""
+    Such operators read indices or an axis, divide integers, or have a loop or sizes that depend on data."""
     if op.kind in STRUCTURAL or op.kind == "Constant":
         return False
     if not all(o.type.is_static for o in op.outputs):
@@ -239,7 +239,7 @@ def may_fail(body: Graph, op: Op) -> bool:
         return True
     if op.kind in ("Div", "Mod"):
         return not is_float(op.outputs[0].type.dtype)
-    if op.kind in ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"):
+    if op.kind in ("CumSum", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"):
         return body.known(op.inputs[1]) is None
     return op.kind not in SURE and not op.definition.traits.pointwise
 

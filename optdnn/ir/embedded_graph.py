@@ -2,7 +2,7 @@
 
 The graph's structure is a table in the program's ``meta``. Constants are not stored twice: if a step reads a view of a packed
 weight with exactly the elements of a constant, the view replaces the constant. Only constants that no step reads in this form
-(biases in another type, scattered stems) are separate blobs.
+(biases in another type, scattered stems, fp32 in parts of fp16) are separate blobs.
 """
 
 from __future__ import annotations

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, rule
 from optdnn.passes.rules.shape import BROADCASTING
 from optdnn.passes.support.facts import integers, operand, producer, shape_of
-from optdnn.types import Array, broadcast_dims, normalize_axis
+from optdnn.types import Array, broadcast_dims, is_float, normalize_axis
 
 LEAST_BYTES = 1 << 16
 """The smallest constant whose items are compared."""
@@ -86,9 +88,14 @@ def _repeats(array: Array) -> bool:
         array.nbytes >= LEAST_BYTES
         and array.ndim > 1
         and len(array) > 1
-        and bool((array[0] == array[-1]).all())  # most constants differ here
-        and bool((array[1:] == array[:1]).all())
+        and _equal(array[0], array[-1])  # most constants differ here
+        and _equal(array[1:], array[:1])
     )
+
+
+def _equal(a: Array, b: Array) -> bool:
+    """Whether all elements are equal, and zeros have the same sign, which a division shows."""
+    return bool((a == b).all()) and (not is_float(a.dtype) or bool((np.signbit(a) == np.signbit(b)).all()))
 
 
 def _of_constants(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:

@@ -206,6 +206,8 @@ def gemm_addend(graph: Graph, op: Op) -> Match | None:
     def build(patch: Patch) -> Value:
         kind, attrs = ("MatMul", MatMulAttrs()) if plain else ("Gemm", a)
         product = patch.add(kind, op.inputs[:2], attrs) if made is None else made
+        if a.beta == 0.0:  # such an addend is not read, even if it has NaN
+            return product
         factor = patch.constant(np.array(a.beta, patch.type(addend).dtype), "beta")
         return patch.add("Add", [product, addend if a.beta == 1.0 else patch.add("Mul", [addend, factor])])
 

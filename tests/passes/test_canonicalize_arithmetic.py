@@ -403,6 +403,13 @@ def test_constants_that_are_no_vector_leave_the_gemm() -> None:
     check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"MatMul": 1, "Add": 1}, rules={"gemm_addend": 1})
 
 
+def test_an_addend_times_zero_is_not_read() -> None:
+    """ONNX Runtime does not read it either: NaN times zero would be NaN."""
+    n = Net()
+    y = n.op("Gemm", n.input(3, 6), n.random(6, 4), n.op("Log", n.input(3, 4, name="c")), attrs=GemmAttrs(beta=0.0))
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds={"MatMul": 1}, rules={"gemm_addend": 1})
+
+
 def test_vectors_of_constants_stay_in_the_gemm() -> None:
     n = Net()
     check_untouched(ARITHMETIC, n.done(n.op("Gemm", n.input(2, 6), n.random(6, 4), n.random(1, 4), attrs=GemmAttrs())))

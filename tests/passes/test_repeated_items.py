@@ -68,6 +68,13 @@ def test_items_that_differ_stay(place: str) -> None:
     check_untouched(CANON, n.done(y))
 
 
+def test_zeros_of_different_sign_stay() -> None:
+    n = Net(np.float64)
+    zeros = np.zeros((ITEMS, ROWS, ROWS, 4))
+    zeros[1] = -0.0
+    check_untouched(CANON, n.done(n.op("Div", n.input(ITEMS, ROWS, ROWS, 4), n.const(zeros))))
+
+
 def test_small_constants_and_operators_across_items_stay() -> None:
     n = Net(np.float64)
     small = n.const(np.ones((ITEMS, 2, 4)))

@@ -105,6 +105,8 @@ def _stem(
     if found is None or len(op.outputs[0].type.static_shape) != 4:
         return None
     value, to = found
+    if any(pads) and to.zero != op.attrs.input_zero:  # elements outside of the image get the image's zero point
+        return None
     raw = b.source(value)
     n, _, h, w = raw.shape
     source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)

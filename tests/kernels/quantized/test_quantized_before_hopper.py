@@ -7,9 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.check import from_text
 from support.net import Net
 from support.quantized_nets import NETS, QNet
-from support.simulated import feeds_of, simulate, tactics
+from support.simulated import feeds_of, kinds, lowered, simulate, tactics
 
 from optdnn.config import GPU_PRECISIONS, TARGETS, BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -70,6 +71,24 @@ def test_a_stem_reads_four_blocks_of_pixels_together() -> None:
     assert [s.params["op"]["kind"] for s in program.steps][:2] == ["QuantizedBlocks", "QuantizedConv"]
     (weights,) = [b for b in program.buffers if b.blob is not None and b.name.endswith(".weights")]
     assert weights.shape == (16, 4, 64), "seven taps are four blocks, which make one K step"
+    exact(graph, program)
+
+
+INTEGERS = """<ir_version: 9, opset_import: ["": 18]> g (float[1,1,20,17] x) => (float[1,2,a,b] y)
+    <float scale = {0.02}, int8 zero = {-3}, int8[2,1,3,3] w = {9,-8,7,-6,5,-4,3,-2,1,60,50,40,-30,-20,-10,11,12,13}> {
+        q = QuantizeLinear(x, scale, zero)
+        p = ConvInteger<pads = [1, 1, 1, 1], strides = [2, 2]>(q, w, zero)
+        y = Cast<to = 1>(p)
+    }"""
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
+def test_padding_that_is_not_the_zero_point_is_no_stem(target: str) -> None:
+    """The zero point of ConvInteger is a constant that is subtracted, so its integers are padded with 0. Blocks would get -3."""
+    graph = from_text(INTEGERS)
+    program = lowered(graph, "fp32", target)
+    assert "QuantizedBlocks" not in kinds(program)
+    assert "QuantizedConv" in kinds(program)
     exact(graph, program)
 
 
