@@ -186,9 +186,10 @@ def pad_filters(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pad_features", PRODUCTS)
 def pad_features(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product of 16-bit rows whose columns are not a multiple of 8: the next product would need a copy of its result."""
+    """A product of 16-bit rows whose columns are not a multiple of 8: the next product would need a copy of its result. One row
+    needs none: one launch may run both products."""
     dims = op.outputs[0].type.dims
-    if len(dims) != 2 or not _odd(dims[1]) or _is_output(graph, op):
+    if len(dims) != 2 or dims[0] == 1 or not _odd(dims[1]) or _is_output(graph, op):
         return None
     return _padded(_Region(graph), op, op.value)
 

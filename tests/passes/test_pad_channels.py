@@ -170,6 +170,9 @@ def test_columns_of_products_of_16_bits(trans_b: bool) -> None:
     after, _ = check_pass(PadChannels(), graph, changes=1, rules={"pad_features": 1}, context=HALF)
     assert channels_of(after, "Gemm", "Tanh") == {32, 10}
     check_untouched(PadChannels(), graph, SINGLE)
+    row = Net(np.float64)
+    y = row.op("Tanh", row.gemm(row.input(1, 8), C, trans_b=trans_b))
+    check_untouched(PadChannels(), row.done(row.gemm(y, 10, trans_b=trans_b)), HALF)
 
 
 def test_precisions() -> None:

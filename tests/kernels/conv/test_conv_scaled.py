@@ -62,8 +62,6 @@ def preact_line() -> Graph:
 
 
 NETS["a line"] = preact_line()
-SCALAR = ("channels in fours", "two convolutions")
-"""The operators that run on scalar units in fp32."""
 
 
 def scaled(program: Program) -> int:
@@ -76,7 +74,7 @@ def scaled(program: Program) -> int:
 @pytest.mark.parametrize("name", NETS)
 def test_the_convolution_scales_its_residual(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
-    assert scaled(program) == (precision != "fp32" or name not in SCALAR)
+    assert scaled(program) == 1
 
 
 @pytest.mark.parametrize(
