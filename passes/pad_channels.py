@@ -3,7 +3,7 @@
 A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 elements at once. Means over 16-bit images,
 products of 16-bit rows, and convolutions of fp32 on tensor cores also need a multiple of 8. A *region* consists of depthwise
 convolutions, pointwise arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions
-and products with constant weights, and go to others. The weights of these get the padding, after each group of channels: zero
+and products with constant weights, and go to others. Their weights get the padding, after each group of channels: zero
 filters compute the padding channels, and zero weights read them after the region. No launch is added.
 """
 

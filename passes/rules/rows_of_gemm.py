@@ -1,6 +1,6 @@
 """A Gemm of rows that a Reshape joins, and another one splits again, becomes a product of the rows as they are.
 
-ONNX Runtime's offline optimizer and onnxslim write Gemms between two Reshapes in the place of products with a bias. Transposes,
+ONNX Runtime's offline optimizer and onnxslim write Gemms between two Reshapes for products with a bias. Transposes,
 and selections of rows, can pass the product only.
 """
 

@@ -86,7 +86,7 @@ def _parts(graph: Graph, data: Value) -> tuple[Value | Array, Array] | None:
 
 
 def _table(graph: Graph, value: Value) -> Table | None:
-    """The table that tf2onnx makes of ids: numbers of rows in the places (id, position within the segment), -1 elsewhere."""
+    """The table that tf2onnx makes of ids. It has the number of a row at (id, position within the segment), -1 elsewhere."""
     written = producer(graph, value, {"ScatterND"})
     filled = None if written is None else producer(graph, operand(written), {"ConstantOfShape"})
     if written is None or filled is None or written.attrs.reduction != "none" or filled.attrs.value != -1:

@@ -22,7 +22,7 @@ Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
 
 
 def _input_scales(b: Builder, feed: Feed) -> Array | None:
-    """The powers of two by which a source's input channels are scaled down before fp32 is multiplied in parts; None: all are 1."""
+    """The scales of a source's input channels for fp32 in parts, powers of two; None: all are 1."""
 
     def make() -> Array:
         shifts = parts_kernel.input_shifts(feed.weight)
@@ -48,7 +48,12 @@ def with_ranges(b: Builder, problem: Problem, feeds: Sequence[Feed]) -> Problem:
 
 def _scaled(feed: Feed, scales: Array | None) -> Array:
     """The weights of a source, divided by the scales of its input channels."""
-    return feed.weight if scales is None else feed.weight / scales.reshape(1, -1, *(1,) * (feed.weight.ndim - 2))
+    return feed.weight if scales is None else feed.weight / _for_weights(feed, scales)
+
+
+def _for_weights(feed: Feed, scales: Array) -> Array:
+    """The scales of a source's input channels, in a shape that broadcasts with its weights."""
+    return scales.reshape(1, -1, *(1,) * (feed.weight.ndim - 2))
 
 
 def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> dict[str, TensorView]:
@@ -62,18 +67,16 @@ def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed])
     @cache
     def parts() -> tuple[Array, Array]:
         whole = np.zeros((problem.channels, problem.k_steps * problem.block), np.float32)
-        packed = pack() / scales() if problem.equalized else pack()
+        packed = conv_params.pack_weights(problem, [_scaled(f, _input_scales(b, f)) for f in feeds])
         whole[: len(packed)] = packed
         return parts_kernel.divided(whole, problem.block)
 
     def scales() -> Array:  # along K, in the order of the packed weights
-        found = [_input_scales(b, f) for f in feeds]
-        each = [np.ones(f.weight.shape[1], np.float32) if c is None else c for f, c in zip(feeds, found, strict=True)]
-        wide = [
-            np.broadcast_to(c.reshape(1, -1, *(1,) * (f.weight.ndim - 2)), (1, *f.weight.shape[1:]))
-            for f, c in zip(feeds, each, strict=True)
-        ]
-        packed = conv_params.pack_weights(problem, wide)[0]
+        rows = [np.ones((1, *f.weight.shape[1:]), np.float32) for f in feeds]
+        for feed, row in zip(feeds, rows, strict=True):
+            if (found := _input_scales(b, feed)) is not None:
+                row *= _for_weights(feed, found)
+        packed = conv_params.pack_weights(problem, rows)[0]
         return np.where(packed == 0, np.float32(1), packed)  # the padding of blocks
 
     def constant(name: str, make: Callable[[], Array], *more: object) -> TensorView:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,7 @@ MOST_COLUMNS = 144
 """Most channels of a warpgroup: a thread has the sums of a K step, and the whole sums."""
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 136, 144)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+MOST_STAGES = 16
 _BARRIER_BYTES = 1024
 _NAME = re.compile(
     r"parts(?P<pixel_groups>\d)x(?P<channel_groups>\d)n(?P<columns>\d+)s(?P<stages>\d+)(k(?P<split>\d+))?"
@@ -100,9 +101,10 @@ TINY, IGNORED = 2.0**-18, 1 / 32
 
 
 def input_shifts(weights: Array) -> Array | None:
-    """Powers of two by which input channels of ``[output channels, input channels, ...]`` fp32 weights are scaled down, int32 and at most 0;
-    the largest weights of the channels are of one size then. None: they are about that already. Channels that nothing reads get the least
-    one, so that their numbers cost others no bits."""
+    """Scales of the input channels of ``[output channels, input channels, ...]`` fp32 weights, as powers of two, int32 and at most 0.
+
+    Pixels are multiplied by them, and weights divided. Then the largest weights of all input channels have about one size. None: they
+    have it already. Channels that nothing reads get the least scale, so that their numbers cost others no bits."""
     largest = np.abs(weights).reshape(*weights.shape[:2], -1).max(axis=(0, 2), initial=0.0)
     used = np.isfinite(largest) & (largest > 0)
     if not used.any():
@@ -174,8 +176,8 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
         return "not a tile of this kernel"
     if config.split > 16 or config.split > problem.k_steps:
         return f"{problem.k_steps} K steps cannot be split {config.split} ways"
-    if not 2 <= config.stages <= 16:
-        return "a ring has 2 to 16 stages: a thread reads the next one while the current one is multiplied"
+    if not 2 <= config.stages <= MOST_STAGES:
+        return f"a ring has 2 to {MOST_STAGES} stages: a thread reads the next one while the current one is multiplied"
     return no_room(shared_bytes(problem, config), shared, 1)
 
 
@@ -234,17 +236,15 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12) -> list[tupl
             if (channel_groups * columns - 8 >= problem.channels and columns > 8) or channel_groups * columns > 256:
                 continue
             for split in SPLITS:
-                tiles = PartsConfig(pixel_groups, channel_groups, columns, 2, split).joint_tiles(problem)[1]
+                shallow = PartsConfig(pixel_groups, channel_groups, columns, 2, split)
+                tiles = shallow.joint_tiles(problem)[1]
                 if split > problem.k_steps or (split > 1 and tiles * split > 2 * device.multiprocessors):
                     continue
-                for stages in range(16, 1, -1):
-                    config = PartsConfig(pixel_groups, channel_groups, columns, stages, split)
-                    if (
-                        stages <= max(2, -(-problem.k_steps // split))
-                        and refuse(problem, config, shared=device.shared_per_block) is None
-                    ):
-                        found.append((estimate(problem, config, device), config))
-                        break
+                room = device.shared_per_block - shared_bytes(problem, shallow) + 2 * stage_bytes(problem, shallow)
+                steps = -(-problem.k_steps // split)
+                config = replace(shallow, stages=min(MOST_STAGES, max(2, steps), room // stage_bytes(problem, shallow)))
+                if refuse(problem, config, shared=device.shared_per_block) is None:
+                    found.append((estimate(problem, config, device), config))
     whole = min((pair for pair in found if pair[1].split == 1), default=None)
     best = varied_pairs(found, lambda c: (*c.tile, c.split), limit)
     return best if whole is None or whole in best else [*best, whole]  # one that sums in the same order for all sizes
