@@ -5,7 +5,7 @@ from __future__ import annotations
 from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
-from optdnn.kernels.attention.fp32 import Fp32Attention
+from optdnn.kernels.attention.fp32 import Fp32Attention, PartsAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.one_query import OneQueryAttention
@@ -226,6 +226,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         FactoredAttention(),
         HopperAttention(),
         GeneralAttention(),
+        PartsAttention(),
         Fp32Attention(),
         AttentionSteps(),
         CudnnAttention(),

@@ -41,6 +41,7 @@ def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {
         "attention_fp32",
+        "attention_parts_sm90",
         "attention_steps",
         "rnn",
         "rnn_resident",

@@ -314,16 +314,16 @@ def bounded_pair(bounds: Sequence[tuple[str, str, int]], name: str = "between") 
     return "\n".join([*lines, "    return pair;", "}"])
 
 
-def pixels_instruction(columns: int, dtype: str) -> str:
+def pixels_instruction(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_pixels") -> str:
     """``wgmma_pixels(float (&d)[columns / 2], const u32 (&a)[4], u64 b, int accumulate)``: m64 n``columns`` k16, A from registers,
-    B K-major (PTX ISA, "wgmma.mma_async")."""
+    B K-major (``across``: MN-major). ``name``: the function's name (PTX ISA, "wgmma.mma_async")."""
     kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], columns // 2
     _, registers, outputs = _sums(count)
     operand = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""DEVICE void wgmma_pixels(float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
+    return f"""DEVICE void {name}(float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-        "{{{registers}}}, {{{operand}}}, %{count + 4}, p, 1, 1, 0;}}"
+        "{{{registers}}}, {{{operand}}}, %{count + 4}, p, 1, 1, {int(across)};}}"
         : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }}"""
 

@@ -112,6 +112,8 @@ def _one_in_registers(text: str) -> Iterable[str]:
         if render.wgmma_columns(_columns(text), dtype):
             yield render.values_instruction(_columns(text), dtype)
             yield render.pixels_instruction(_columns(text), dtype)
+            yield render.pixels_instruction(_columns(text), dtype, name="wgmma_kept")
+            yield render.pixels_instruction(_columns(text), dtype, name="wgmma_features", across=True)
 
 
 def _between(text: str) -> Iterable[str]:
@@ -122,8 +124,9 @@ def _between(text: str) -> Iterable[str]:
 
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {
     "wgmma_step": _both_in_memory, "wgmma_scores": _both_in_memory, "first_product": _both_in_memory,
-    "second_product": _both_in_memory, "wgmma_values": _one_in_registers,
-    "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.MMA_KINDS), "between": _between,
+    "second_product": _both_in_memory,
+    **dict.fromkeys(("wgmma_values", "wgmma_pixels", "wgmma_kept", "wgmma_features"), _one_in_registers),
+    "multiply": lambda text: map(render.mma, render.MMA_KINDS), "between": _between,
     "after": _between,
 }  # fmt: skip
 """Function with assembly -> its allowed texts."""

@@ -21,7 +21,7 @@
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
-#include "attention_mma.cuh"
+#include "attention_fp32.cuh"
 
 constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS / SPLIT * ROWS;
 constexpr int OWN_KEYS = BLOCK_KEYS / SPLIT, EIGHTS = OWN_KEYS / 8;                        // keys of a tile that a warp multiplies
@@ -29,14 +29,6 @@ static_assert(WARPS % SPLIT == 0 && OWN_KEYS % 16 == 0, "whole fragments for eac
 constexpr int PITCH = HEAD % 32 == 0 ? HEAD + 16 : HEAD, VALUE_PITCH = HEAD + 4;           // floats
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * (PITCH > VALUE_PITCH ? PITCH : VALUE_PITCH) * 4;
 constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);                     // groups of FEW tiles of results
-
-struct Params : Operands<float, float> {
-    float scale;
-    float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
-#if SINKS
-    const float* sinks;                            // of each head
-#endif
-};
 
 // A value rounded to 11 bits, and the rest; with ROUNDED, the rest is omitted.
 struct Parts {
@@ -196,12 +188,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     // With causal order the last queries see the most keys: they begin first.
     const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + set * ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
-    const float factor = MASK || SOFTCAP ? LOG2_E : p.scale * LOG2_E;
     grid_launch_dependents();
     grid_dependency_wait();
 
     const Seen seen(p, batch, first, QUERIES, own, ROWS);
-    const int key_count = seen.key_count, own_last = seen.own_last, offset = seen.offset, begin = seen.begin, tiles = seen.tiles;
+    const int begin = seen.begin, tiles = seen.tiles;
 
     const float* const keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const float* const values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
@@ -209,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     auto load_part = [&](int load, int slot) {
         const u32 to = base + RING + slot * SLOT_BYTES;
         const int row = (begin + load / 2) * BLOCK_KEYS;
-        if (load % 2) load_rows<BLOCK_KEYS, VALUE_PITCH>(to, values, p.of_values.position, p.value_features, row, key_count);
-        else load_rows<BLOCK_KEYS, PITCH>(to, keys, p.of_keys.position, p.features, row, key_count);
+        if (load % 2) load_rows<BLOCK_KEYS, VALUE_PITCH>(to, values, p.of_values.position, p.value_features, row, seen.key_count);
+        else load_rows<BLOCK_KEYS, PITCH>(to, keys, p.of_keys.position, p.features, row, seen.key_count);
     };
     if (tiles > 0)
         load_rows<QUERIES, PITCH>(base, p.queries + batch * p.of_queries.batch + head * p.of_queries.head, p.of_queries.position, p.features, first, p.query_count);
@@ -231,94 +222,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     };
 
     const u32 own_queries = base + ((set * ROWS + lane / 4) * PITCH + lane % 4 * 4) * 4;
-#if SINKS
-    const float sink = LOG2_E * p.sinks[head];
-#endif
-    const float* mask[2];
-    float out[GROUPS * FEW][4] = {}, maximum[2], sum[2] = {};
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {                  // this thread's queries: own + lane / 4, and 8 further
-        maximum[i] = -infinity();
-        mask[i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head + min(own + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query : nullptr;
-    }
-
+    Rows rows(p, batch, head, own + lane / 4);
+    float out[GROUPS * FEW][4] = {};
     Queries kept;
     for (int turn = 0; turn < tiles; turn++) {
         const int start = (begin + turn) * BLOCK_KEYS + part * OWN_KEYS, end = start + OWN_KEYS;
-        const bool sees = start < own_last;
+        const bool sees = start < seen.own_last;
         const u32 key_tile = next_part(2 * turn);
         if (turn == 0) load_queries(kept, own_queries);
-        float s[EIGHTS][4] = {}, rescale[2];
+        float s[EIGHTS][4] = {};
         if (sees) {
             multiply_keys(s, kept, own_queries, key_tile + ((part * OWN_KEYS + lane / 4) * PITCH + lane % 4 * 4) * 4);
-            const int column = start + lane % 4 * 2, row = own + lane / 4;
-            #pragma unroll
-            for (int j = 0; j < EIGHTS; j++) {
-                if (SOFTCAP)                       // cap tanh(x / cap), by an exponential
-                    #pragma unroll
-                    for (int i = 0; i < 4; i++) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap, p.cap);
-                if (MASK)
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int at = column + 8 * j;
-                        float2 own_mask = {0.0f, 0.0f};
-                        if (MASK == 2) {
-                            if (at < p.key_count) own_mask = *reinterpret_cast<const float2*>(mask[i] + at);
-                        } else {
-                            if (at < p.key_count) own_mask.x = mask[i][at];
-                            if (at + 1 < p.key_count) own_mask.y = mask[i][at + 1];
-                        }
-                        s[j][2 * i] = fmaf(s[j][2 * i], SOFTCAP ? 1.0f : p.scale, own_mask.x);
-                        s[j][2 * i + 1] = fmaf(s[j][2 * i + 1], SOFTCAP ? 1.0f : p.scale, own_mask.y);
-                    }
-            }
-            const bool cut = end > key_count || (CAUSAL && end > own + offset + 1) || (WINDOW && start < own + 15 + offset - p.reach);
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
-                const int least = WINDOW ? row + 8 * i + offset - p.reach - column : -(1 << 30);
-                float most = maximum[i];
-                #pragma unroll
-                for (int j = 0; j < EIGHTS; j++) {
-                    if (cut && (8 * j >= limit || 8 * j < least)) s[j][2 * i] = -infinity();
-                    if (cut && (8 * j + 1 >= limit || 8 * j + 1 < least)) s[j][2 * i + 1] = -infinity();
-                    most = fmaxf(most, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
-                }
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                // While a row has seen only -inf, its accumulators stay zero; they are zero at the end if nothing else follows.
-                // The difference is taken before the scaling: a mask may be the lowest finite number.
-                const float shift = most == -infinity() ? 0.0f : most;
-                rescale[i] = exp2_fast((maximum[i] - shift) * factor);
-                maximum[i] = most;
-                float total = 0.0f;
-                #pragma unroll
-                for (int j = 0; j < EIGHTS; j++) {
-                    s[j][2 * i] = exp2_fast((s[j][2 * i] - shift) * factor);
-                    s[j][2 * i + 1] = exp2_fast((s[j][2 * i + 1] - shift) * factor);
-                    total += s[j][2 * i] + s[j][2 * i + 1];
-                }
-                sum[i] = fmaf(sum[i], rescale[i], total);
-            }
+            rows.weigh<0>(p, seen, own, start + lane % 4 * 2, end, {1.0f, 1.0f}, s);
         }
         const u32 value_tile = next_part(2 * turn + 1);
-        if (sees) multiply_values(out, s, rescale, value_tile + ((part * OWN_KEYS + lane % 4 * 2) * VALUE_PITCH + lane / 4 * FEW) * 4);
+        if (sees) multiply_values(out, s, rows.rescale, value_tile + ((part * OWN_KEYS + lane % 4 * 2) * VALUE_PITCH + lane / 4 * FEW) * 4);
     }
 
     if constexpr (SPLIT > 1)
-        if (!merge(reinterpret_cast<float4*>(shared), set, part, lane, factor, out, sum, maximum)) return;
+        if (!merge(reinterpret_cast<float4*>(shared), set, part, lane, factor_of(p), out, rows.sum, rows.maximum)) return;
     // Tile n of a group has feature FEW c + n in its column c.
     float* const target = p.output + batch * p.of_output.batch + head * p.of_output.head;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = own + 8 * i + lane / 4;
-        float whole = sum[i];
-        whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-        whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-#if SINKS
-        if (whole != 0.0f) whole += exp2_fast(fmaf(-maximum[i], factor, sink));
-#endif
-        whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as in ONNX's Attention
+        const float inverse = rows.inverse<0>(p, i);
         if (row >= p.query_count) continue;
         #pragma unroll
         for (int group = 0; group < GROUPS; group++)
@@ -327,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
                 const int feature = group * (8 * FEW) + lane % 4 * (2 * FEW) + f;
                 float v[4];
                 #pragma unroll
-                for (int e = 0; e < 4; e++) v[e] = out[group * FEW + (f + e) % FEW][2 * i + (f + e) / FEW] * whole;
+                for (int e = 0; e < 4; e++) v[e] = out[group * FEW + (f + e) % FEW][2 * i + (f + e) / FEW] * inverse;
                 if (feature < p.value_features) *reinterpret_cast<float4*>(target + (long long)row * p.of_output.position + feature) = *reinterpret_cast<float4*>(v);
             }
     }

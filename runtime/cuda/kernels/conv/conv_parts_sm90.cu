@@ -22,6 +22,7 @@
 // generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
 // STAGES, SPLIT, UNEVEN, EQUALIZED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
 #include "conv_common.cuh"
+#include "fp16_parts.cuh"
 
 constexpr int WGM = CHANNEL_GROUPS, WGN = PIXEL_GROUPS, MT = 1, BN = 64;       // names of conv_loads.cuh: TMA loads 64 pixels at a time
 constexpr int SHARE_CHANNELS = 1, SHARE_PIXELS = 1, BATCHED = 0, BANDED = 0, ACROSS = 0;
@@ -93,10 +94,10 @@ struct Pixels {
         uneven = false;
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 exponent = max(__float_as_uint(most[i]) >> 23 & 0xff, 15u);
-            const float scale = __uint_as_float((268 - exponent) << 23);
+            const u32 exponent = exponent_of(most[i]);
+            const float scale = scale_of(exponent);
             uneven |= least[i] < (exponent - min(exponent, u32(EVEN))) << 24;
-            inverse[i] = __uint_as_float((exponent - 14) << 23);
+            inverse[i] = inverse_scale_of(exponent);
             #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 divide_pair(x.v[i][s].x, x.v[i][s].y, scale, first[s][i], rest[s][i]);
@@ -122,10 +123,6 @@ struct Pixels {
     }
 
     static __device__ __forceinline__ u32 doubled(float x) { return (__float_as_uint(x) << 1) - 1; }
-    static __device__ __forceinline__ void divide_pair(float x, float y, float scale, u32& first, u32& rest) {
-        first = pack2(x * scale, y * scale);
-        rest = pack2(fmaf(x, scale, -low_half(first)), fmaf(y, scale, -high_half(first)));
-    }
 };
 
 // The products of a K step, from zero. weights: the first parts of this warpgroup's channels.
