@@ -119,6 +119,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stacks fp32": {"gemm.tiles.FEWEST": 0},
     "stacks tf32": {"gemm.matmul.LEAST": 0},
     "pairs of channels": {f"gemm.paired.{c}.defer": _never for c in ("PairedGemm", "PairedPartsGemm")},
+    "attention of ": {"attention.fp32.PartsAttention.refuse": lambda *_: "its families have a name of their own"},
+    "attention in parts": {"attention.fp32.PartsAttention.defer": _never},
     "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},
     "scalar tiles": {"conv.parts.PartsConv.defer": _always, "conv.parts.PartsGemm.defer": _always},
     "norms between products": {
@@ -429,7 +431,12 @@ def sequences() -> Graphs:
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
     return {
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
-        **{f"attention of {p}: {name}": (ATTENTION[name][0], p) for p in ("fp32", "tf32") for name in ATTENTIONS},
+        **{
+            f"attention {form} {p}: {name}": (ATTENTION[name][0], p)
+            for form in ("of", "in parts,")
+            for p in ("fp32", "tf32")
+            for name in ATTENTIONS
+        },
         "attention over a cache": (step, "fp16"),
         "layers in one launch": (layers, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),

@@ -35,6 +35,13 @@ constexpr bool EQUAL_SHARES = 128 % ROW_FOURS == 0 && BLOCK_KEYS % ROWS_AT_ONCE 
 constexpr int FOURS = (BLOCK_KEYS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;         // of a tile, for each thread
 static_assert(SHARED_BYTES >= BARRIER_BYTES + WARPGROUPS * QUERY_BYTES + 2 * (STAGES * TILE_BYTES + AHEAD * RAW_BYTES), "the launch reserves what the block uses");
 
+// Lanes that arrive at a barrier. One is enough, after the accesses of the others, but racecheck tracks only a thread's own arrivals.
+#ifdef RACECHECK
+constexpr int ARRIVERS = 32;
+#else
+constexpr int ARRIVERS = 1;
+#endif
+
 // Addresses in shared memory. Of keys and values (i = 0, 1): barriers, inverse scales, and the rings.
 struct Room {
     u32 base;
@@ -129,7 +136,7 @@ DEVICE void divide_tiles(const Room& at, const Seen& seen, Source (&sources)[2],
                 if (PARTS == 2) store_two(to + PART_BYTES, rest[0], rest[1]);
             }
             __syncwarp();                          // readers have the fence of the async proxy: here it would wait for the loads
-            if (lane == 0) barrier_arrive(at.full(i, stage));
+            if (lane < ARRIVERS) barrier_arrive(at.full(i, stage));
         }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
@@ -233,7 +240,7 @@ DEVICE void attend(const Params& p, const Room& at, const Seen& seen, int batch,
             unit[0] = q.inverse[0] * of_keys, unit[1] = q.inverse[1] * of_keys;
             wgmma_wait<0>();
         }
-        if (lane == 0) barrier_arrive(at.empty(0, stage));
+        if (lane < ARRIVERS) barrier_arrive(at.empty(0, stage));
         Weights weights;
         if (sees) {
             rows.weigh<START>(p, seen, own + row - lane / 4, start + lane % 4 * 2, start + BLOCK_KEYS, unit, s);
@@ -265,7 +272,7 @@ DEVICE void attend(const Params& p, const Room& at, const Seen& seen, int batch,
                 for (int j = 0; j < COLUMNS / 2; j++) out[first / 2 + j] = fmaf(sums[j], of_values, out[first / 2 + j]);
             }
         }
-        if (lane == 0) barrier_arrive(at.empty(1, stage));
+        if (lane < ARRIVERS) barrier_arrive(at.empty(1, stage));
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     float* const target = p.output + batch * p.of_output.batch + head * p.of_output.head;
@@ -293,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_part
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++)
             for (int stage = 0; stage < STAGES; stage++) {
-                barrier_init(at.full(i, stage), 4);
-                barrier_init(at.empty(i, stage), WARPGROUPS * 4);
+                barrier_init(at.full(i, stage), 4 * ARRIVERS);
+                barrier_init(at.empty(i, stage), WARPGROUPS * 4 * ARRIVERS);
             }
         barrier_init_fence();
         async_proxy_fence();
