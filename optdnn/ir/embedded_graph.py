@@ -1,8 +1,9 @@
 """An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
 The graph's structure is a table in the program's ``meta``. Constants are not stored twice: if a step reads a view of a packed
-weight with exactly the elements of a constant, the view replaces the constant. Only constants that no step reads in this form
-(biases in another type, scattered stems, fp32 in parts of fp16) are separate blobs.
+weight with exactly the elements of a constant, the view replaces the constant. If a launch reads an fp32 constant in parts of fp16,
+a correction of 2 bits per weight is a blob (:mod:`optdnn.ir.weights_in_parts`). Only constants that no step reads in these forms
+(biases in another type, scattered stems) are separate blobs.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
-from optdnn.ir.strips import equal
+from optdnn.ir.strips import contiguous, equal
+from optdnn.ir.weights_in_parts import WeightInParts, corrected, correction, digest, view_of, weights_of
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
-from optdnn.types import DTYPES, Array, TensorType, dtype_name
+from optdnn.types import DTYPES, FP32, Array, TensorType, dtype_name
 
 KEY = "graph"
 """The key in the program's ``meta``."""
@@ -49,7 +50,7 @@ def held(program: Program) -> Graph:
     if table is None:
         raise EngineError("the engine does not hold its graph", hint="build it again from its model")
     try:
-        return _graph_from_plain(table, program.blobs)
+        return _graph_from_plain(table, program)
     except (KeyError, TypeError, ValueError, IndexError, InternalError) as error:
         raise EngineError(
             f"the engine's graph is not one of this version of optdnn: {error}",
@@ -66,7 +67,10 @@ class _Finder:
     def __init__(self, program: Program):
         self.blobs = list(program.blobs)
         self._views: dict[tuple[str, int], dict[tuple[Any, ...], Array]] = {}
-        for step in program.steps:
+        self._parts: dict[int, list[tuple[int, int, WeightInParts]]] = {}
+        for number, step in enumerate(program.steps):
+            for operand, weight in weights_of(step, program, self.blobs):
+                self._parts.setdefault(weight.size, []).append((number, operand, weight))
             operands = (*step.inputs, *step.outputs)
             for view in step.params.get("reads", ()):
                 if view is None:
@@ -79,7 +83,7 @@ class _Finder:
                     self._views.setdefault(key, {})[blob, offset, tuple(shape), tuple(strides)] = array
 
     def place(self, array: Array) -> Plain:
-        """The place of the constant's elements: [blob, offset, strides] (elements)."""
+        """The place of the constant's elements: [blob, offset, strides] (elements), or a table (:meth:`_in_parts`)."""
         if array.nbytes >= LARGE:
             for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
                 for axes in _orders(found.shape, array.shape):
@@ -90,8 +94,36 @@ class _Finder:
             same = blob.dtype == array.dtype and blob.shape == array.shape
             if same and np.array_equal(_bytes(blob), _bytes(array)):
                 return [number, 0, None]
-        self.blobs.append(np.ascontiguousarray(array).reshape(array.shape))
-        return [len(self.blobs) - 1, 0, None]
+        return self._in_parts(array) or [self._add(np.ascontiguousarray(array).reshape(array.shape)), 0, None]
+
+    def _in_parts(self, array: Array) -> Plain:
+        """The launch that reads the constant in parts of fp16: its step, its operand, the order of the operand's axes in the
+        constant, the blob with the correction, and the constant's digest. None if there is no such launch."""
+        if array.dtype != FP32 or array.nbytes < LARGE:
+            return None
+        for step, operand, weight in self._parts.get(array.size, ()):
+            for axes in _orders(weight.shape, array.shape):
+                turned = _turned(array, weight.shape, axes)
+                if _correction(turned[:1], weight.begin()) is None or (found := _correction(turned, weight)) is None:
+                    continue
+                held = {"step": step, "operand": operand, "axes": list(axes), "correction": self._add(found)}
+                return {**held, "sha256": digest(array)}
+        return None
+
+    def _add(self, blob: Array) -> int:
+        self.blobs.append(blob)
+        return len(self.blobs) - 1
+
+
+def _turned(array: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
+    """The constant in the order of an operand of this shape, whose axes it has in the order ``axes``."""
+    return array.reshape([shape[a] for a in axes]).transpose(np.argsort(axes))
+
+
+def _correction(array: Array, weight: WeightInParts) -> Array | None:
+    """The correction of the weights, or None if they are not these weights: then it is longer than the weights themselves."""
+    found = correction(array, weight.sums())
+    return found if found.nbytes < array.nbytes else None
 
 
 def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -125,15 +157,6 @@ def _bytes(a: Array) -> Array:
     return np.ascontiguousarray(a).reshape(-1).view(np.uint8)
 
 
-def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
-    """A view of a blob's elements. Raises ValueError if it is not inside the blob."""
-    flat = blob.reshape(-1)
-    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if not (offset >= 0 and 0 <= last < flat.size) or any(s < 0 for s in strides):
-        raise ValueError("a constant is outside of its blob")
-    return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
-
-
 # ---------------------------------------------------------------- the graph
 
 
@@ -158,7 +181,7 @@ def _known_to_plain(known: Known | None) -> Plain:
     return attrs_to_plain({"known": known})["known"]
 
 
-def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph:
+def _graph_from_plain(table: Mapping[str, Any], program: Program) -> Graph:
     graph = Graph(table["name"])
     for number, kind, attrs, inputs, outputs, src in table["ops"]:
         outs = []
@@ -167,7 +190,7 @@ def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph
             outs.append(Output(name, TensorType(DTYPES[dtype], tuple(shape), layout), value))
             graph._names.add(name)
         values = tuple(None if v is None else Value(*v) for v in inputs)
-        made: Any = _constant(attrs, outs[0].type, blobs) if kind == "Constant" else _attrs_from_plain(kind, attrs)
+        made: Any = _constant(attrs, outs[0].type, program) if kind == "Constant" else _attrs_from_plain(kind, attrs)
         graph.insert(Op(number, kind, made, values, tuple(outs), frozenset(src)))
     graph.inputs, graph.outputs = list(table["inputs"]), list(table["outputs"])
     graph._ids = itertools.count(1 + max((row[0] for row in table["ops"]), default=-1))
@@ -175,13 +198,27 @@ def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph
     return graph
 
 
-def _constant(place: Sequence[Any], type: TensorType, blobs: Sequence[Array]) -> ConstantAttrs:
-    number, offset, strides = place
-    blob, shape = blobs[number], type.static_shape
-    array = blob if strides is None else view_of(blob, offset, shape, strides)
+def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
+    shape = type.static_shape
+    if isinstance(place, Mapping):
+        array = _from_parts(place, shape, program)
+    else:
+        number, offset, strides = place
+        blob = program.blobs[number]
+        array = blob if strides is None else view_of(blob, offset, shape, strides)
     if array.shape != shape or array.dtype != type.dtype:
         raise ValueError(f"a constant is {array.dtype}{list(array.shape)}, not {type}")
     return ConstantAttrs(np.ascontiguousarray(array).reshape(shape))
+
+
+def _from_parts(place: Mapping[str, Any], shape: Sequence[int], program: Program) -> Array:
+    """The inverse of :meth:`_Finder._in_parts`."""
+    weight = dict(weights_of(program.steps[place["step"]], program, program.blobs))[place["operand"]]
+    exact = corrected(weight.sums(), program.blobs[place["correction"]])
+    array = contiguous(exact.transpose(place["axes"]).reshape(shape))
+    if digest(array) != place["sha256"]:
+        raise ValueError("the parts of a weight and their correction do not give the weight")
+    return array
 
 
 def _attrs_to_plain(attrs: Any) -> dict[str, Plain]:
