@@ -83,13 +83,18 @@ class _Finder:
                     self._views.setdefault(key, {})[blob, offset, tuple(shape), tuple(strides)] = array
 
     def place(self, array: Array) -> Plain:
-        """The place of the constant's elements: [blob, offset, strides] (elements), or a table (:meth:`_in_parts`)."""
+        """The place of the constant's elements: [blob, offset, strides] (elements), the same and the shape of the view if that is
+        another one, or a table (:meth:`_in_parts`)."""
         if array.nbytes >= LARGE:
             for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
                 for axes in _orders(found.shape, array.shape):
-                    if _equal(found.transpose(axes).reshape(array.shape), array):
-                        order = [(found.shape[a], strides[a]) for a in axes if found.shape[a] != 1]
-                        return [blob, offset, _spread(array.shape, order)]
+                    view = found.transpose(axes).squeeze()
+                    if _equal(view, array.reshape(view.shape)):
+                        return [
+                            blob,
+                            offset,
+                            *_spread(array.shape, view.shape, [strides[a] for a in axes if found.shape[a] != 1]),
+                        ]
         for number, blob in enumerate(self.blobs):
             same = blob.dtype == array.dtype and blob.shape == array.shape
             if same and np.array_equal(_bytes(blob), _bytes(array)):
@@ -97,27 +102,24 @@ class _Finder:
         return self._in_parts(array) or [self._add(np.ascontiguousarray(array).reshape(array.shape)), 0, None]
 
     def _in_parts(self, array: Array) -> Plain:
-        """The launch that reads the constant in parts of fp16: its step, its operand, the order of the operand's axes in the
-        constant, the blob with the correction, and the constant's digest. None if there is no such launch."""
+        """The launch that reads the constant in parts of fp16: its step and operand, whether this is the transposed constant, the
+        blob with the correction, and the constant's digest. None if there is no such launch."""
         if array.dtype != FP32 or array.nbytes < LARGE:
             return None
         for step, operand, weight in self._parts.get(array.size, ()):
             for axes in _orders(weight.shape, array.shape):
-                turned = _turned(array, weight.shape, axes)
+                long = [a for a in axes if weight.shape[a] != 1]
+                transposed = long != sorted(long)
+                turned = (contiguous(array.squeeze().T) if transposed else array).reshape(weight.shape)
                 if _correction(turned[:1], weight.begin()) is None or (found := _correction(turned, weight)) is None:
                     continue
-                held = {"step": step, "operand": operand, "axes": list(axes), "correction": self._add(found)}
+                held = {"step": step, "operand": operand, "transposed": transposed, "correction": self._add(found)}
                 return {**held, "sha256": digest(array)}
         return None
 
     def _add(self, blob: Array) -> int:
         self.blobs.append(blob)
         return len(self.blobs) - 1
-
-
-def _turned(array: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
-    """The constant in the order of an operand of this shape, whose axes it has in the order ``axes``."""
-    return array.reshape([shape[a] for a in axes]).transpose(np.argsort(axes))
 
 
 def _correction(array: Array, weight: WeightInParts) -> Array | None:
@@ -127,20 +129,34 @@ def _correction(array: Array, weight: WeightInParts) -> Array | None:
 
 
 def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Orders of the view's axes that give the shape, ignoring axes of length 1: the given order, or transposed."""
+    """Orders of the view's axes that give the shape, ignoring axes of length 1: the given order, or transposed.
+
+    Several axes of the view may be one axis of the shape: the rows of one of two matrices that alternate in blocks."""
     wanted = [n for n in shape if n != 1]
     long = [i for i, n in enumerate(view) if n != 1]
     short = [i for i, n in enumerate(view) if n == 1]
-    found = [(*short, *long)] if [view[i] for i in long] == wanted else []
-    if len(long) == 2 and [view[i] for i in reversed(long)] == wanted:
-        found.append((*short, *reversed(long)))
-    return found
+    turns = range(len(long)) if len(wanted) == 2 else range(1)
+    orders = ([*long[k:], *long[:k]] for k in turns)
+    return [(*short, *order) for order in orders if _splits([view[i] for i in order], wanted)]
 
 
-def _spread(shape: Sequence[int], order: Sequence[tuple[int, int]]) -> list[int]:
-    """Strides of the shape, given (length, stride) of its axes of length above 1."""
-    strides = iter(order)
-    return [next(strides)[1] if n != 1 else 0 for n in shape]
+def _splits(parts: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the axes of ``parts``, all longer than 1, are those of the shape, each whole or split into several."""
+    rest = list(parts)
+    for n in shape:
+        while n > 1 and rest and n % rest[0] == 0:
+            n //= rest.pop(0)
+        if n != 1:
+            return False
+    return not rest
+
+
+def _spread(shape: Sequence[int], parts: Sequence[int], strides: Sequence[int]) -> list[Plain]:
+    """Strides of the shape, or of its parts and their shape, given the lengths of parts above 1 and their strides."""
+    if [n for n in shape if n != 1] != list(parts):
+        return [list(strides), list(parts)]
+    left = iter(strides)
+    return [[next(left) if n != 1 else 0 for n in shape]]
 
 
 def _equal(a: Array, b: Array) -> bool:
@@ -203,9 +219,10 @@ def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
     if isinstance(place, Mapping):
         array = _from_parts(place, shape, program)
     else:
-        number, offset, strides = place
+        number, offset, strides, *parts = place
         blob = program.blobs[number]
-        array = blob if strides is None else view_of(blob, offset, shape, strides)
+        array = blob if strides is None else view_of(blob, offset, *parts or [shape], strides)
+        array = contiguous(array).reshape(shape) if parts else array
     if array.shape != shape or array.dtype != type.dtype:
         raise ValueError(f"a constant is {array.dtype}{list(array.shape)}, not {type}")
     return ConstantAttrs(np.ascontiguousarray(array).reshape(shape))
@@ -215,7 +232,9 @@ def _from_parts(place: Mapping[str, Any], shape: Sequence[int], program: Program
     """The inverse of :meth:`_Finder._in_parts`."""
     weight = dict(weights_of(program.steps[place["step"]], program, program.blobs))[place["operand"]]
     exact = corrected(weight.sums(), program.blobs[place["correction"]])
-    array = contiguous(exact.transpose(place["axes"]).reshape(shape))
+    if place["transposed"]:
+        exact = contiguous(exact.reshape([n for n in reversed(shape) if n != 1]).T)
+    array = exact.reshape(shape)
     if digest(array) != place["sha256"]:
         raise ValueError("the parts of a weight and their correction do not give the weight")
     return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_transposed_weights_are_found() -> None:
     hold(graph, program)
     assert len(program.blobs) == count
     assert same(program, lowered(held(program)))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("units", [1024, 1016])
+def test_weights_that_alternate_in_blocks_are_found(precision: str, units: int) -> None:
+    """Both products of a gated unit are one launch, and both matrices one tensor."""
+    n = Net()
+    x = n.input(64, 512)
+    gate = n.op("Relu", n.matmul(x, units))
+    graph = n.done(n.matmul(n.op("Mul", gate, n.matmul(x, units)), 512))
+    options = replace(OPTIONS, precision=precision)
+    optimize(graph, options, "simulate")
+    program = lower_cuda(graph, options, of_arch("sm_90a"), {})
+    size = sum(b.nbytes for b in program.blobs)
+    assert any(s.params.get("tactic", "").startswith("gemm_paired") for s in program.steps)
+    again = held(hold(graph, program))
+    assert sum(b.nbytes for b in program.blobs) < 1.07 * size
+    for a, b in zip(graph.of_kind("Constant"), again.of_kind("Constant"), strict=True):
+        assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
 
 
 def test_symbolic_sizes_are_not_kept() -> None:

@@ -189,8 +189,8 @@ def another_operand(place: dict[str, Any]) -> None:
     place["operand"] = 1
 
 
-def other_axes(place: dict[str, Any]) -> None:
-    place["axes"] = [0, 0, 1, 2]
+def transposed(place: dict[str, Any]) -> None:
+    place["transposed"] = True
 
 
 def no_correction(place: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def another_digest(place: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [another_step, another_operand, other_axes, no_correction, another_blob, another_digest]
+    "damage", [another_step, another_operand, transposed, no_correction, another_blob, another_digest]
 )
 def test_damaged_places_are_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     graph = conv(normal(*SHAPE))
