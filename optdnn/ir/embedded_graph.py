@@ -124,7 +124,7 @@ class _Finder:
 
 def _correction(array: Array, weight: WeightInParts) -> Array | None:
     """The correction of the weights, or None if they are not these weights: then it is longer than the weights themselves."""
-    found = correction(array, weight.sums())
+    found = correction(array, weight)
     return found if found.nbytes < array.nbytes else None
 
 
@@ -231,7 +231,7 @@ def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
 def _from_parts(place: Mapping[str, Any], shape: Sequence[int], program: Program) -> Array:
     """The inverse of :meth:`_Finder._in_parts`."""
     weight = dict(weights_of(program.steps[place["step"]], program, program.blobs))[place["operand"]]
-    exact = corrected(weight.sums(), program.blobs[place["correction"]])
+    exact = corrected(weight, program.blobs[place["correction"]])
     if place["transposed"]:
         exact = contiguous(exact.reshape([n for n in reversed(shape) if n != 1]).T)
     array = exact.reshape(shape)

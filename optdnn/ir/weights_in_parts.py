@@ -1,8 +1,7 @@
 """Exact fp32 weights from the two parts of fp16 that a launch multiplies (``WeightsInParts``), and a correction.
 
-The parts give back a weight to 22 bits. So they differ from it by one unit in the last place, or not at all: 2 bits per weight make
-them exact. The few weights for which that is not enough (far smaller than the largest one of their row, or not finite) are stored
-as they are.
+The parts give back a weight to 22 bits: it differs from their sum by one unit in the last place, or not at all. So 2 bits per
+weight make them exact. The few weights that differ more (far smaller than the largest one of their row, or not finite) are stored.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import FP32, Array
 
 KIND = "WeightsInParts"
-ABOVE, BELOW, STORED = 1, 3, 2
-"""Codes of a weight: one unit in the last place more or less than its parts (0: equal), or stored as it is."""
+STORED = 2
+"""Code of a weight that is stored. The others are the units in the last place that a weight has more than its parts, modulo 4."""
 UNITS = np.array([[(byte >> at & 3) + 1 & 3 for at in (0, 2, 4, 6)] for byte in range(256)], np.uint8)
-"""The four codes of a byte plus one, modulo 4: the units to add plus one, 3 for :data:`STORED`."""
+"""The four codes of a byte plus one, modulo 4: 1 for equal weights, 3 for :data:`STORED`."""
+BLOCK = 1 << 20
+"""About how many weights are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,19 @@ class WeightInParts:
         """The first of its rows, along axis 0."""
         return replace(self, first=self.first[:1], rest=self.rest[:1], factors=self.factors[:1])
 
-    def sums(self) -> Array:
-        """What the parts give back: fp32 weights to 22 bits."""
-        first, rest = self.first.astype(FP32), self.rest.astype(FP32)
-        return whole_weights(first, rest, self.factors, self.scales, self.order, self.channels)
+    def sums(self, rows: slice) -> Array:
+        """What the parts of some rows (along axis 0) give back: fp32 weights to 22 bits."""
+        first, rest = self.first[rows].astype(FP32), self.rest[rows].astype(FP32)
+        return whole_weights(first, rest, self.factors[rows], self.scales, self.order, self.channels)
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """All rows in blocks: rows along axis 0, and their weights in C order. A block begins at a multiple of four weights."""
+        count = self.shape[0]
+        each = self.size // count
+        step = max(4, BLOCK // each // 4 * 4)
+        for k in range(0, count, step):
+            rows = slice(k, min(k + step, count))
+            yield rows, slice(rows.start * each, rows.stop * each)
 
 
 def weights_of(step: Step, program: Program, blobs: Sequence[Array]) -> Iterator[tuple[int, WeightInParts]]:
@@ -103,32 +113,41 @@ def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[in
     return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
 
 
-def correction(exact: Array, sums: Array) -> Array:
-    """The bytes that make ``sums`` exact: four codes in each, then the weights that are stored as they are."""
-    exact = contiguous(exact)
-    units = exact.view(np.uint32) - sums.view(np.uint32)
-    codes = (units & 3).astype(np.uint8)
-    far = (units + np.uint32(1) > 2) | ~np.isfinite(exact)  # processors differ in the bits of a NaN
-    codes[far] = STORED
-    padded = np.zeros(-(-codes.size // 4) * 4, np.uint8)
-    padded[: codes.size] = codes.reshape(-1)
-    packed = padded.reshape(-1, 4) << np.array([0, 2, 4, 6], np.uint8)
-    stored = exact[far].view(np.uint8)
-    return np.concatenate([np.bitwise_or.reduce(packed, axis=1), stored])
+def correction(exact: Array, weight: WeightInParts) -> Array:
+    """The bytes that make the parts exact: four codes in each, then the weights that are stored."""
+    codes = np.zeros(-(-exact.size // 4) * 4, np.uint8)
+    stored = []
+    for rows, at in weight.blocks():
+        part = np.ascontiguousarray(exact[rows])
+        units = part.view(np.uint32) - weight.sums(rows).view(np.uint32)
+        far = (units + np.uint32(1) > 2) | ~np.isfinite(part)  # processors differ in the bits of a NaN
+        codes[at] = np.where(far, STORED, units & 3).reshape(-1)
+        stored.append(part[far].view(np.uint8))
+    packed = np.bitwise_or.reduce(codes.reshape(-1, 4) << np.array([0, 2, 4, 6], np.uint8), axis=1)
+    return np.concatenate([packed, *stored])
 
 
-def corrected(sums: Array, bytes: Array) -> Array:
+def corrected(weight: WeightInParts, bytes: Array) -> Array:
     """The exact weights. Raises ValueError for a correction of other weights."""
-    count = -(-sums.size // 4)
-    codes, stored = bytes[:count], bytes[count:]
-    if bytes.dtype != np.uint8 or bytes.ndim != 1 or len(codes) < count:
-        raise ValueError(f"a correction of {sums.size} weights has {bytes.size} bytes")
-    units = UNITS[codes].reshape(-1)[: sums.size].reshape(sums.shape)
-    far = units == 3
-    if len(stored) != 4 * np.count_nonzero(far):
-        raise ValueError(f"a correction of {sums.size} weights has {bytes.size} bytes")
-    made = (sums.view(np.uint32) + units - np.uint32(1)).view(FP32)
-    made[far] = np.frombuffer(stored.tobytes(), FP32)
+    count = -(-weight.size // 4)
+    wrong = ValueError(f"a correction of {weight.size} weights has {bytes.size} bytes")
+    if bytes.dtype != np.uint8 or bytes.ndim != 1 or len(bytes) < count or (len(bytes) - count) % 4:
+        raise wrong
+    codes, stored = bytes[:count], np.frombuffer(bytes[count:].tobytes(), FP32)
+    made = np.empty(weight.shape, FP32)
+    for rows, at in weight.blocks():
+        units = (
+            UNITS[codes[at.start // 4 : -(-at.stop // 4)]].reshape(-1)[: at.stop - at.start].reshape(made[rows].shape)
+        )
+        made[rows] = (weight.sums(rows).view(np.uint32) + units - np.uint32(1)).view(FP32)
+        far = units == UNITS[STORED, 0]
+        here = np.count_nonzero(far)
+        if here > len(stored):
+            raise wrong
+        made[rows][far] = stored[:here]
+        stored = stored[here:]
+    if len(stored):
+        raise wrong
     return made
 
 
