@@ -219,10 +219,11 @@ def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
     if isinstance(place, Mapping):
         array = _from_parts(place, shape, program)
     else:
-        number, offset, strides, *parts = place
+        number, offset, strides, *split = place
         blob = program.blobs[number]
-        array = blob if strides is None else view_of(blob, offset, *parts or [shape], strides)
-        array = contiguous(array).reshape(shape) if parts else array
+        (parts,) = split or [shape]
+        array = blob if strides is None else view_of(blob, offset, parts, strides)
+        array = contiguous(array).reshape(shape) if split else array
     if array.shape != shape or array.dtype != type.dtype:
         raise ValueError(f"a constant is {array.dtype}{list(array.shape)}, not {type}")
     return ConstantAttrs(np.ascontiguousarray(array).reshape(shape))

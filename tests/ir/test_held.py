@@ -68,10 +68,8 @@ def test_transposed_weights_are_found() -> None:
     assert same(program, lowered(held(program)))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("units", [1024, 1016])
-def test_weights_that_alternate_in_blocks_are_found(precision: str, units: int) -> None:
-    """Both products of a gated unit are one launch, and both matrices one tensor."""
+def gated(precision: str, units: int) -> tuple[Graph, Program]:
+    """A unit whose two products are one launch, and both matrices one tensor."""
     n = Net()
     x = n.input(64, 512)
     gate = n.op("Relu", n.matmul(x, units))
@@ -79,12 +77,30 @@ def test_weights_that_alternate_in_blocks_are_found(precision: str, units: int) 
     options = replace(OPTIONS, precision=precision)
     optimize(graph, options, "simulate")
     program = lower_cuda(graph, options, of_arch("sm_90a"), {})
-    size = sum(b.nbytes for b in program.blobs)
     assert any(s.params.get("tactic", "").startswith("gemm_paired") for s in program.steps)
+    return graph, program
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("units", [1024, 1016])
+def test_weights_that_alternate_in_blocks_are_found(precision: str, units: int) -> None:
+    graph, program = gated(precision, units)
+    size = sum(b.nbytes for b in program.blobs)
     again = held(hold(graph, program))
     assert sum(b.nbytes for b in program.blobs) < 1.07 * size
     for a, b in zip(graph.of_kind("Constant"), again.of_kind("Constant"), strict=True):
         assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
+
+
+@pytest.mark.parametrize("shape", [[512, 64, 8], [512, 1024], [512, 1 << 20, 8], [512, 128]])
+def test_views_of_another_size_are_refused(shape: list[int]) -> None:
+    graph, program = gated("fp16", 1024)
+    hold(graph, program)
+    place = next(r[2] for r in program.meta[KEY]["ops"] if r[1] == "Constant" and len(r[2]) == 4)
+    assert place[3] == [512, 128, 8]
+    place[3] = shape
+    with pytest.raises(EngineError, match="not one of this version"):
+        held(program)
 
 
 def test_symbolic_sizes_are_not_kept() -> None:
