@@ -1,9 +1,9 @@
 """An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
 The graph's structure is a table in the program's ``meta``. Constants are not stored twice: if a step reads a view of a packed
-weight with exactly the elements of a constant, the view replaces the constant. If a launch reads an fp32 constant in parts of fp16,
-a correction of 2 bits per weight is a blob (:mod:`optdnn.ir.weights_in_parts`). Only constants that no step reads in these forms
-(biases in another type, scattered stems) are separate blobs.
+weight with exactly the elements of a constant, the view replaces the constant. If a launch reads an fp32 constant in parts of
+fp16, a correction of 2 bits per weight is a blob (:mod:`optdnn.ir.weights_in_parts`); if it reads one rounded to tf32, 16 bits
+per weight. Only constants that no step reads in these forms (biases in another type, scattered stems) are separate blobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
-from optdnn.types import DTYPES, FP32, Array, TensorType, dtype_name
+from optdnn.types import DTYPES, FP32, Array, TensorType, dtype_name, to_tf32
 
 KEY = "graph"
 """The key in the program's ``meta``."""
@@ -83,29 +83,40 @@ class _Finder:
                     self._views.setdefault(key, {})[blob, offset, tuple(shape), tuple(strides)] = array
 
     def place(self, array: Array) -> Plain:
-        """The place of the constant's elements: [blob, offset, strides] (elements), the same and the shape of the view if that is
-        another one, or a table (:meth:`_in_parts`)."""
-        if array.nbytes >= LARGE:
-            for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
-                for axes in _orders(found.shape, array.shape):
-                    view = found.transpose(axes).squeeze()
-                    if _equal(view, array.reshape(view.shape)):
-                        return [
-                            blob,
-                            offset,
-                            *_spread(array.shape, view.shape, [strides[a] for a in axes if found.shape[a] != 1]),
-                        ]
+        """The place of a constant: that of a blob or view (:meth:`_seen`), or a table (:meth:`_in_parts`, :meth:`_rounded`)."""
+        if array.nbytes >= LARGE and (found := self._seen(array)) is not None:
+            return found
         for number, blob in enumerate(self.blobs):
             same = blob.dtype == array.dtype and blob.shape == array.shape
             if same and np.array_equal(_bytes(blob), _bytes(array)):
                 return [number, 0, None]
-        return self._in_parts(array) or [self._add(np.ascontiguousarray(array).reshape(array.shape)), 0, None]
+        if array.nbytes >= LARGE and array.dtype == FP32 and (near := self._in_parts(array) or self._rounded(array)):
+            return near
+        return [self._add(np.ascontiguousarray(array).reshape(array.shape)), 0, None]
+
+    def _seen(self, array: Array) -> list[Plain] | None:
+        """The view with exactly these elements: [blob, offset, strides] (elements), and its shape if that is another one. None if
+        there is none."""
+        for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
+            for axes in _orders(found.shape, array.shape):
+                view = found.transpose(axes).squeeze()
+                if _equal(view, array.reshape(view.shape)):
+                    long = [strides[a] for a in axes if found.shape[a] != 1]
+                    return [blob, offset, *_spread(array.shape, view.shape, long)]
+        return None
+
+    def _rounded(self, array: Array) -> Plain:
+        """The view of the constant rounded to tf32, the blob with the units in the last place that it lacks, and the constant's
+        digest. None if there is no such view."""
+        rounded = to_tf32(array)
+        if (view := self._seen(rounded)) is None:
+            return None
+        low = (_bits(array) - _bits(rounded)).astype(np.int16)
+        return {"rounded": view, "low": self._add(low), "sha256": digest(array)}
 
     def _in_parts(self, array: Array) -> Plain:
         """The launch that reads the constant in parts of fp16: its step and operand, whether this is the transposed constant, the
         blob with the correction, and the constant's digest. None if there is no such launch."""
-        if array.dtype != FP32 or array.nbytes < LARGE:
-            return None
         for step, operand, weight in self._parts.get(array.size, ()):
             for axes in _orders(weight.shape, array.shape):
                 long = [a for a in axes if weight.shape[a] != 1]
@@ -217,28 +228,40 @@ def _graph_from_plain(table: Mapping[str, Any], program: Program) -> Graph:
 def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
     shape = type.static_shape
     if isinstance(place, Mapping):
-        array = _from_parts(place, shape, program)
+        array = (_from_rounded if "rounded" in place else _from_parts)(place, shape, program)
+        if digest(array) != place["sha256"]:
+            raise ValueError("what a launch reads of a weight, and its correction, do not give the weight")
     else:
-        number, offset, strides, *split = place
-        blob = program.blobs[number]
-        (parts,) = split or [shape]
-        array = blob if strides is None else view_of(blob, offset, parts, strides)
-        array = contiguous(array).reshape(shape) if split else array
+        array = _from_view(place, shape, program)
     if array.shape != shape or array.dtype != type.dtype:
         raise ValueError(f"a constant is {array.dtype}{list(array.shape)}, not {type}")
     return ConstantAttrs(np.ascontiguousarray(array).reshape(shape))
 
 
-def _from_parts(place: Mapping[str, Any], shape: Sequence[int], program: Program) -> Array:
+def _from_view(place: Sequence[Any], shape: tuple[int, ...], program: Program) -> Array:
+    """The inverse of :meth:`_Finder._seen`. A place without strides is a whole blob."""
+    number, offset, strides, *split = place
+    blob = program.blobs[number]
+    (parts,) = split or [shape]
+    array = blob if strides is None else view_of(blob, offset, parts, strides)
+    return contiguous(array).reshape(shape) if split else array
+
+
+def _from_rounded(place: Mapping[str, Any], shape: tuple[int, ...], program: Program) -> Array:
+    """The inverse of :meth:`_Finder._rounded`."""
+    rounded, low = contiguous(_from_view(place["rounded"], shape, program)), program.blobs[place["low"]]
+    if rounded.dtype != FP32 or low.dtype != np.int16 or low.shape != shape:
+        raise ValueError(f"a weight of {shape} is rounded from {low.dtype}{list(low.shape)}")
+    return (_bits(rounded) + low.astype(np.uint32)).view(FP32)
+
+
+def _from_parts(place: Mapping[str, Any], shape: tuple[int, ...], program: Program) -> Array:
     """The inverse of :meth:`_Finder._in_parts`."""
     weight = dict(weights_of(program.steps[place["step"]], program, program.blobs))[place["operand"]]
     exact = corrected(weight, program.blobs[place["correction"]])
     if place["transposed"]:
         exact = contiguous(exact.reshape([n for n in reversed(shape) if n != 1]).T)
-    array = exact.reshape(shape)
-    if digest(array) != place["sha256"]:
-        raise ValueError("the parts of a weight and their correction do not give the weight")
-    return array
+    return exact.reshape(shape)
 
 
 def _attrs_to_plain(attrs: Any) -> dict[str, Plain]:

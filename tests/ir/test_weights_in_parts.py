@@ -228,7 +228,7 @@ def test_a_correction_that_gives_other_weights_is_refused() -> None:
     changed = program.blobs[number].copy()
     changed[0] ^= 1  # from equal to one unit more, or back
     program.blobs[number] = changed
-    with pytest.raises(EngineError, match="their correction do not give the weight"):
+    with pytest.raises(EngineError, match="its correction, do not give the weight"):
         held(program)
 
 
