@@ -252,7 +252,8 @@ def _from_rounded(place: Mapping[str, Any], shape: tuple[int, ...], program: Pro
     rounded, low = contiguous(_from_view(place["rounded"], shape, program)), program.blobs[place["low"]]
     if rounded.dtype != FP32 or low.dtype != np.int16 or low.shape != shape:
         raise ValueError(f"a weight of {shape} is rounded from {low.dtype}{list(low.shape)}")
-    return (_bits(rounded) + low.astype(np.uint32)).view(FP32)
+    exact: Array = (_bits(rounded) + low.astype(np.uint32)).view(FP32)
+    return exact
 
 
 def _from_parts(place: Mapping[str, Any], shape: tuple[int, ...], program: Program) -> Array:
