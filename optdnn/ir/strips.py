@@ -16,7 +16,7 @@ from optdnn.types import Array
 STRIP = 32
 """Bytes of a row in a strip."""
 ROWS = 64
-"""The least rows of strips of columns in blocks, of which there may be many."""
+"""The least rows of a matrix whose columns are blocks: a short strip is not worth its call."""
 LARGE = 1 << 20
 """The least bytes of a matrix for which strips are worth their calls."""
 
