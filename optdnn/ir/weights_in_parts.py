@@ -93,7 +93,7 @@ def weights_of(step: Step, program: Program, blobs: Sequence[Array]) -> Iterator
             raise ValueError("weights in parts have views that overlap")
         return found
 
-    each, order = 3 if attrs["scaled"] else 2, tuple(attrs["order"])
+    each, order = 3 if attrs.get("scaled") else 2, tuple(attrs["order"])
     after = len(reads) - each * len(attrs["at"])
     for number, (at, channels) in enumerate(zip(attrs["at"], attrs["counts"], strict=True)):
         first, rest, factors, *scales = (
@@ -127,18 +127,17 @@ def correction(exact: Array, weight: WeightInParts) -> Array:
     return np.concatenate([packed, *stored])
 
 
-def corrected(weight: WeightInParts, bytes: Array) -> Array:
+def corrected(weight: WeightInParts, data: Array) -> Array:
     """The exact weights. Raises ValueError for a correction of other weights."""
     count = -(-weight.size // 4)
-    wrong = ValueError(f"a correction of {weight.size} weights has {bytes.size} bytes")
-    if bytes.dtype != np.uint8 or bytes.ndim != 1 or len(bytes) < count or (len(bytes) - count) % 4:
+    wrong = ValueError(f"a correction of {weight.size} weights has {data.size} bytes")
+    if data.dtype != np.uint8 or data.ndim != 1 or len(data) < count or (len(data) - count) % 4:
         raise wrong
-    codes, stored = bytes[:count], np.frombuffer(bytes[count:].tobytes(), FP32)
+    codes, stored = data[:count], np.frombuffer(data[count:].tobytes(), FP32)
     made = np.empty(weight.shape, FP32)
     for rows, at in weight.blocks():
-        units = (
-            UNITS[codes[at.start // 4 : -(-at.stop // 4)]].reshape(-1)[: at.stop - at.start].reshape(made[rows].shape)
-        )
+        block = UNITS[codes[at.start // 4 : -(-at.stop // 4)]].reshape(-1)
+        units = block[: at.stop - at.start].reshape(made[rows].shape)
         made[rows] = (weight.sums(rows).view(np.uint32) + units - np.uint32(1)).view(FP32)
         far = units == UNITS[STORED, 0]
         here = np.count_nonzero(far)
