@@ -58,6 +58,19 @@ def held(program: Program) -> Graph:
         ) from error
 
 
+def released(program: Program) -> Graph | None:
+    """The graph, which is taken out of the program with the blobs that it alone reads; None if the program has none."""
+    if KEY not in program.meta:
+        return None
+    graph = held(program)
+    del program.meta[KEY]
+    numbers = [*(b.blob for b in program.buffers), *(k.cubin for k in program.kernels)]
+    del program.blobs[
+        1 + max((n for n in numbers if n is not None), default=-1) :
+    ]  # a graph's own blobs are the last ones
+    return graph
+
+
 # ---------------------------------------------------------------- constants
 
 

@@ -15,8 +15,10 @@ from support.tuned import timed_without_gpu
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
+from optdnn.importers.split_weights import split_weights
 from optdnn.ir.embedded_graph import held
 from optdnn.ir.export_onnx import export_model
+from optdnn.refitting.held_model import held_model
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
 from optdnn.runtime.file.format import read, write
@@ -261,6 +263,20 @@ def test_retune_keeps_the_exact_weights_of_fp32_in_parts(gpu: FakeTimer, tmp_pat
 
 def _weights(program: Program) -> list[Array]:
     return [op.attrs.value for op in held(program).of_kind("Constant")]
+
+
+def test_retune_keeps_the_model_that_an_engine_holds(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+    build(model, tactics="heuristic", refit=True).save(tmp_path / "a.engine")
+    before = held_model(read(tmp_path / "a.engine"))
+    assert before is not None
+    assert optdnn.retune(tmp_path / "a.engine").replaced
+    after = held_model(read(tmp_path / "a.engine"))
+    assert after is not None
+    assert split_weights(after)[0] == split_weights(before)[0]
+    for a, b in zip(split_weights(after)[1].items(), split_weights(before)[1].items(), strict=True):
+        assert a[0] == b[0]
+        assert a[1].tobytes() == b[1].tobytes()
+    assert read(tmp_path / "a.engine").meta.keys() >= {"graph", "held_model"}
 
 
 def test_retune_of_an_interrupted_run_keeps_the_file_whole(
