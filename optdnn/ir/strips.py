@@ -2,6 +2,7 @@
 
 NumPy reads a transposed matrix against its memory order: each element costs a cache miss, over ten times the time of
 the copy itself. Here the matrix is processed in strips of columns, so that the cache lines of a strip stay in the cache.
+The columns may be two axes: those of one of two matrices that alternate in blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from optdnn.types import Array
 
 STRIP = 32
 """Bytes of a row in a strip."""
+ROWS = 64
+"""The least rows of a matrix whose columns are blocks: a short strip is not worth its call."""
 LARGE = 1 << 20
 """The least bytes of a matrix for which strips are worth their calls."""
 
@@ -36,10 +39,14 @@ def equal(a: Array, b: Array) -> bool:
 
 
 def _turned(array: Array) -> bool:
-    return array.ndim == 2 and array.nbytes >= LARGE and array.flags.f_contiguous and not array.flags.c_contiguous
+    """Whether neighbors in memory are neighbors along axis 0, in a matrix large enough for strips."""
+    if array.ndim not in (2, 3) or array.nbytes < LARGE or array.flags.c_contiguous:
+        return False
+    return array.strides[0] == array.itemsize < min(array.strides[1:]) and (array.ndim == 2 or array.shape[0] >= ROWS)
 
 
-def _strips(array: Array) -> Iterator[tuple[slice, slice]]:
+def _strips(array: Array) -> Iterator[tuple[slice | int, ...]]:
     width = max(1, STRIP // array.itemsize)
-    for k in range(0, array.shape[1], width):
-        yield slice(None), slice(k, k + width)
+    for block in np.ndindex(array.shape[1:-1]):
+        for k in range(0, array.shape[-1], width):
+            yield slice(None), *block, slice(k, k + width)

@@ -6,7 +6,8 @@ initializers, these, and (where the build calibrated) the ranges. Weights that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from optdnn.errors import EngineError
 from optdnn.importers.model import Model, Source
 from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.ir.constant_cache import ConstantCache
+from optdnn.ir.embedded_graph import hold, released
 from optdnn.runtime.program import Program
 from optdnn.shapes.plan_base import Blobs
 from optdnn.types import Array
@@ -27,7 +29,10 @@ _ASKED = ("values", "sample", "random_seed", "preprocess", "postprocess")
 
 
 def hold_model(program: Program, model: Source | Model, calib: Any) -> None:
-    """Add the model to the program; and what calibration found, where ``calib`` is a :class:`SharedCalibration`."""
+    """Add the model to the program; and what calibration found, where ``calib`` is a :class:`SharedCalibration`.
+
+    The program's graph then reads the model's weights instead of corrections of its own."""
+    graph = released(program)
     data, weights = split_weights(model)
     blobs = Blobs(ConstantCache(), program.blobs)
     table: dict[str, Any] = {"weights": {name: blobs.add(array) for name, array in sorted(weights.items())}}
@@ -36,17 +41,39 @@ def hold_model(program: Program, model: Source | Model, calib: Any) -> None:
         table["calibration"] = blobs.add(calib.to_bytes())
     program.blobs[:] = blobs.arrays  # the plans of a program share its list
     program.meta[HELD_MODEL] = table
+    if graph is not None:
+        hold(graph, program)
+
+
+def keep_model(old: Program, new: Program) -> None:
+    """Add the model that a program holds, if it does, to another program of the same network, which does not hold its graph yet."""
+    table = old.meta.get(HELD_MODEL)
+    if table is None:
+        return
+    blobs = Blobs(ConstantCache(), new.blobs)
+    with _readable():
+        weights = {str(name): blobs.add(_blob(old, number)) for name, number in table["weights"].items()}
+        others = {key: blobs.add(_blob(old, table[key])) for key in ("model", "calibration") if key in table}
+    new.blobs[:] = blobs.arrays
+    new.meta[HELD_MODEL] = {"weights": weights, **others}
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises EngineError for a table in another form than builds write."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"the model in the engine cannot be read: {error!r}") from None
 
 
 def held_model(program: Program) -> Model | None:
     """The model that an engine holds; None without one. Raises EngineError for a broken one."""
     table = program.meta.get(HELD_MODEL)
     if table is not None:
-        try:
+        with _readable():
             weights = {str(name): _blob(program, number) for name, number in table["weights"].items()}
             data = _blob(program, table["model"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"the model in the engine cannot be read: {error!r}") from None
         return put_together(data.tobytes(), weights, "the engine's model")
     source = None if program.dynamic is None else program.dynamic.source
     if source is None or any(name in program.meta.get("options", {}) for name in _ASKED):

@@ -13,6 +13,7 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.embedded_graph import KEY, held, hold
 from optdnn.lowering.choose import Selection, TacticChoice
+from optdnn.refitting.held_model import keep_model
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.cuda.kernel_text.allowed import without_code
@@ -100,7 +101,9 @@ def retune(
         meta = {k: v for k, v in program.meta.items() if k not in LOWERED}
         meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
         new, tried = finish(graph, options, gpu, meta, say, replace(tuned, emitted=None))
-        new = hold(graph, replace(new, precision=program.precision))
+        new = replace(new, precision=program.precision)
+        keep_model(program, new)
+        new = hold(graph, new)
         with turn():
             before, after = _race(timer, old, new, say)
     better = before is None or after < before

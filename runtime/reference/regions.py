@@ -124,14 +124,21 @@ def weights_in_parts(
         assert first is not None
         assert rest is not None
         assert factor is not None
-        places = [i // len(order) * len(order) + order[i % len(order)] for i in range(channels)]
-        whole = np.take(first + rest, places, axis=factor.ndim)
-        whole = whole * factor.reshape(*factor.shape, *(1,) * (whole.ndim - factor.ndim))
-        for scale in scales:
-            assert scale is not None
-            whole = whole * scale
-        reads[k] = whole
+        reads[k] = whole_weights(first, rest, factor, scales[0] if scales else None, order, channels)
     return tuple(run(of, reads, {name: attrs[name] for name in own}))
+
+
+def whole_weights(
+    first: Array, rest: Array, factor: Array, scale: Array | None, order: Sequence[int], channels: int
+) -> Array:
+    """The sum of two parts [rows, padded channels, others], times a factor [rows], and a scale [channels, others].
+
+    ``order`` is the place of each channel in its block; without padding there are ``channels``."""
+    places = [i // len(order) * len(order) + order[i % len(order)] for i in range(channels)]
+    whole = np.copysign(first + rest, first)  # a negative zero has a rest of zero
+    whole = np.take(whole, places, axis=factor.ndim)
+    whole = whole * factor.reshape(*factor.shape, *(1,) * (whole.ndim - factor.ndim))
+    return whole if scale is None else whole * scale
 
 
 def paired_product(

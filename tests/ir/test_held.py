@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from optdnn.ir.embedded_graph import KEY, held, hold
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.models import zoo
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
+from optdnn.types import Array
 
 OPTIONS = BuildOptions(target="simulate", precision="fp16")
 
@@ -65,6 +68,83 @@ def test_transposed_weights_are_found() -> None:
     hold(graph, program)
     assert len(program.blobs) == count
     assert same(program, lowered(held(program)))
+
+
+def gated(precision: str, units: int) -> tuple[Graph, Program]:
+    """A unit whose two products are one launch, and both matrices one tensor."""
+    n = Net()
+    x = n.input(64, 512)
+    gate = n.op("Relu", n.matmul(x, units))
+    graph = n.done(n.matmul(n.op("Mul", gate, n.matmul(x, units)), 512))
+    options = replace(OPTIONS, precision=precision)
+    optimize(graph, options, "simulate")
+    program = lower_cuda(graph, options, of_arch("sm_90a"), {})
+    assert any(s.params.get("tactic", "").startswith("gemm_paired") for s in program.steps)
+    return graph, program
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("units", [1024, 1016])
+def test_weights_that_alternate_in_blocks_are_found(precision: str, units: int) -> None:
+    graph, program = gated(precision, units)
+    size = sum(b.nbytes for b in program.blobs)
+    again = held(hold(graph, program))
+    assert sum(b.nbytes for b in program.blobs) < {"fp16": 1.01, "tf32": 1.51, "fp32": 1.07}[precision] * size
+    for a, b in zip(graph.of_kind("Constant"), again.of_kind("Constant"), strict=True):
+        assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
+
+
+def test_weights_rounded_to_tf32_are_made_exact() -> None:
+    graph = tf32_of(special())
+    program = hold(graph, lower_cuda(graph, TF32, of_arch("sm_90a"), {}))
+    assert rounded(program)
+    for a, b in zip(graph.of_kind("Constant"), held(program).of_kind("Constant"), strict=True):
+        assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
+
+
+TF32 = replace(OPTIONS, precision="tf32")
+
+
+def tf32_of(weights: Array) -> Graph:
+    n = Net()
+    graph = n.done(n.op("MatMul", n.input(64, len(weights)), n.const(weights), attrs=MatMulAttrs()))
+    optimize(graph, TF32, "simulate")
+    return graph
+
+
+def special() -> Array:
+    """Weights between two neighbors of tf32, and those that it cannot hold, among ordinary ones."""
+    weights = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
+    bits = weights.view(np.uint32)
+    bits[0, :4] = 0x3F801000, 0x3F803000, 0xBF801000, 0x3FFFFFFF
+    bits[1, :5] = 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC01234, 0x80000000
+    bits[2, :3] = 0x00000001, 0x80001000, 0x00000FFF
+    return weights
+
+
+def rounded(program: Program) -> list[Any]:
+    return [r[2] for r in program.meta[KEY]["ops"] if r[1] == "Constant" and isinstance(r[2], dict)]
+
+
+@pytest.mark.parametrize("key", ["low", "sha256"])
+@pytest.mark.parametrize("value", [None, 0, "0" * 64])
+def test_damaged_corrections_of_tf32_are_refused(key: str, value: Any) -> None:
+    graph = tf32_of(special())
+    program = hold(graph, lower_cuda(graph, TF32, of_arch("sm_90a"), {}))
+    rounded(program)[0][key] = value
+    with pytest.raises(EngineError, match="not one of this version"):
+        held(program)
+
+
+@pytest.mark.parametrize("shape", [[512, 64, 8], [512, 1024], [512, 1 << 20, 8], [512, 128]])
+def test_views_of_another_size_are_refused(shape: list[int]) -> None:
+    graph, program = gated("fp16", 1024)
+    hold(graph, program)
+    place = next(r[2] for r in program.meta[KEY]["ops"] if r[1] == "Constant" and len(r[2]) == 4)
+    assert place[3] == [512, 128, 8]
+    place[3] = shape
+    with pytest.raises(EngineError, match="not one of this version"):
+        held(program)
 
 
 def test_symbolic_sizes_are_not_kept() -> None:

@@ -25,3 +25,17 @@ def test_strips(dtype: type, rows: int) -> None:
         assert not equal(stored.T, other)
         assert not equal(other, stored.T)
     assert not equal(stored.T, stored)
+
+
+@pytest.mark.parametrize("rows", [130, 50])
+def test_strips_of_columns_in_blocks(rows: int) -> None:
+    """Blocks of eight columns of a matrix alternate with those of another one."""
+    stored = np.random.default_rng(0).random((LARGE // rows // 16, 2, 8, rows)).astype(np.float32)
+    a = stored[:, 1].transpose(2, 0, 1)
+    made = contiguous(a)
+    assert made.flags.c_contiguous
+    np.testing.assert_array_equal(made, a)
+    assert equal(a, made)
+    made[rows - 1, 3, 7] += 1
+    assert not equal(a, made)
+    assert not equal(made, a)

@@ -17,6 +17,7 @@ from support.tuned import timed_without_gpu
 
 import optdnn
 from optdnn.errors import EngineError, UnsupportedError, UsageError
+from optdnn.ir.embedded_graph import held
 from optdnn.ir.export_onnx import export_model
 from optdnn.refitting.held_model import HELD_MODEL
 from optdnn.refitting.record import NETWORK
@@ -165,6 +166,22 @@ def test_single_weights_and_adapters_over_the_model_that_the_engine_holds(tmp_pa
     engine.refit({"w2": weight(model, "w2") * np.float32(2)})
     np.testing.assert_allclose(engine.run(x)["y"], 2 * optdnn.build(merged, target="simulate").run(x)["y"], rtol=1e-5)
     assert not np.allclose(first, engine.run(x)["y"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_graph_reads_the_weights_of_the_model_that_an_engine_holds(precision: str) -> None:
+    """Without the model, it has what the kernels' weights lack."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.op("Relu", n.input(1, 136, 14, 14)), 144, 3))
+    model = export_model(n.done(n.conv(x, 144, 3))).proto
+    made = [optdnn.build(model, target=GPU, no_cubins=True, precision=precision, refit=r) for r in (False, True)]
+    plain, refit = (engine.program for engine in made)
+    corrections = [b.nbytes for b in plain.blobs if b.dtype in (np.uint8, np.int16) and b.nbytes > 10_000]
+    assert len(corrections) == 2
+    kernels = sum(b.nbytes for b in plain.blobs) - sum(corrections)
+    assert sum(b.nbytes for b in refit.blobs) < 2.02 * kernels
+    for a, b in zip(held(refit).of_kind("Constant"), held(plain).of_kind("Constant"), strict=True):
+        assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
 
 
 def test_options_that_change_the_model_are_applied_again() -> None:

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.timer import FakeTimer, tactics_of
+from support.timer import FakeTimer, hashed, tactics_of
 from support.tuned import timed_without_gpu
 
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
+from optdnn.importers.split_weights import split_weights
+from optdnn.ir.embedded_graph import held
 from optdnn.ir.export_onnx import export_model
+from optdnn.refitting.held_model import held_model
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
 from optdnn.runtime.file.format import read, write
 from optdnn.runtime.program import Program
+from optdnn.types import Array
 
 pytestmark = pytest.mark.nvrtc
 
@@ -235,6 +239,44 @@ def test_retune_starts_from_the_engines_choices(model: Path, gpu: FakeTimer, tmp
     assert not found.replaced
     assert found.tuning["stopped"] == "the budget was spent"
     assert path.read_bytes() == content
+
+
+def test_retune_keeps_the_exact_weights_of_fp32_in_parts(gpu: FakeTimer, tmp_path: Path) -> None:
+    """Hopper's kernels read them as parts of fp16, of 22 bits."""
+    n = Net()
+    x = n.input(1, 136, 14, 14)
+    model = export_model(n.done(n.op("Relu", n.conv(n.op("Relu", n.conv(x, 144, 3)), 144, 3)))).proto
+    optdnn.build(model, target="cuda:sm_90a", no_cubins=True, tactics="heuristic").save(tmp_path / "a.engine")
+    before = read(tmp_path / "a.engine")
+    assert any(t.startswith("conv_parts_sm90") for t in tactics_of(before))
+    slow = {t for t in tactics_of(before) if t.startswith("conv")}
+    gpu.seconds = lambda t: hashed(t) * (1 if "parts" in t and t not in slow else 2)  # type: ignore[method-assign]
+    optdnn.build(model, target="cuda:sm_90a", no_cubins=True, tactics="own").save(tmp_path / "fresh.engine")
+    fresh = read(tmp_path / "fresh.engine")
+    assert optdnn.retune(tmp_path / "a.engine", tactics="own").replaced
+    after = read(tmp_path / "a.engine")
+    assert [x.tobytes() for x in _weights(after)] == [x.tobytes() for x in _weights(before)]
+    assert any(x.nbytes > 1 << 19 for x in _weights(after))
+    assert (after.steps, after.buffers, after.kernels) == (fresh.steps, fresh.buffers, fresh.kernels)
+    assert [x.tobytes() for x in after.blobs] == [x.tobytes() for x in fresh.blobs]
+
+
+def _weights(program: Program) -> list[Array]:
+    return [op.attrs.value for op in held(program).of_kind("Constant")]
+
+
+def test_retune_keeps_the_model_that_an_engine_holds(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+    build(model, tactics="heuristic", refit=True).save(tmp_path / "a.engine")
+    before = held_model(read(tmp_path / "a.engine"))
+    assert before is not None
+    assert optdnn.retune(tmp_path / "a.engine").replaced
+    after = held_model(read(tmp_path / "a.engine"))
+    assert after is not None
+    assert split_weights(after)[0] == split_weights(before)[0]
+    for a, b in zip(split_weights(after)[1].items(), split_weights(before)[1].items(), strict=True):
+        assert a[0] == b[0]
+        assert a[1].tobytes() == b[1].tobytes()
+    assert read(tmp_path / "a.engine").meta.keys() >= {"graph", "held_model"}
 
 
 def test_retune_of_an_interrupted_run_keeps_the_file_whole(
