@@ -119,7 +119,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stacks fp32": {"gemm.tiles.FEWEST": 0},
     "stacks tf32": {"gemm.matmul.LEAST": 0},
     "pairs of channels": {f"gemm.paired.{c}.defer": _never for c in ("PairedGemm", "PairedPartsGemm")},
-    "attention of ": {"attention.fp32.PartsAttention.refuse": lambda *_: "its families have a name of their own"},
+    "attention of ": {"attention.fp32.PartsAttention.refuse": _always},
     "attention in parts": {"attention.fp32.PartsAttention.defer": _never},
     "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},
     "scalar tiles": {"conv.parts.PartsConv.defer": _always, "conv.parts.PartsGemm.defer": _always},
