@@ -173,9 +173,19 @@ def test_on_a_gpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", ["several tiles", "a head of 96"])
 def test_maxima_that_grow_on_a_gpu(name: str, tmp_path: Path) -> None:
-    case = Case(PROBLEMS[name], growing=True)
-    for config in kernel.candidates(PROBLEMS[name], H200, limit=4):
-        case.check(result(case, config, tmp_path))
+    """Scores reach 500: weights are as exact as those of NumPy's fp32."""
+    problem = PROBLEMS[name]
+    case = Case(problem, growing=True)
+    shape = (problem.batch, problem.heads, problem.queries, problem.features)
+    q, k, v = (
+        seen(case.operands[n], view, shape) for n, view in zip("qkv", (problem.q, problem.k, problem.v), strict=True)
+    )
+    scores = q @ k.swapaxes(2, 3) * np.float32(problem.scale)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    error = np.abs(weights / weights.sum(-1, keepdims=True) @ v - case.want).max()
+    for config in kernel.candidates(problem, H200, limit=4):
+        got = seen(result(case, config, tmp_path).view(np.float32)[32:], problem.out, shape)
+        assert np.abs(got - case.want).max() < error
 
 
 @pytest.mark.hopper
