@@ -77,8 +77,10 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _mine(rows: Sequence[Row]) -> list[Row]:
-    """The times of networks of PyTorch's packages, beside PyTorch's own."""
-    return [r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and _beside_torch(r)]
+    """The times of networks of PyTorch's packages, beside PyTorch's own. Those stored in fp32 have a table of their own."""
+    others = {w.name for w in group("wide-fp32")}
+    mine = [r for r in speeds(rows) if workload(r).source in TORCH and r["workload"] not in others]
+    return [r for r in mine if "ours" in r["times"] and _beside_torch(r)]
 
 
 def _pairs(rows: Sequence[Row], mine: Sequence[Row]) -> Pairs:
