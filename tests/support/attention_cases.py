@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda.compile import nvrtc
+from support import emulated
 
 
 def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> HeadView:
@@ -156,6 +158,16 @@ class Case:
             rtol=0,
             atol=TOLERANCE["tfloat32" if p.rounded else p.dtype] * max(np.abs(self.want).max(), 1),
         )
+
+
+def emulated_bytes(case: Case, made: Launch, library: ctypes.CDLL) -> np.ndarray:
+    """The bytes of the result of a launch whose kernel is a library of emulated warps."""
+    raw = emulated.aligned(case.poisoned())
+    held = {name: emulated.aligned(a) for name, a in case.operands.items()}
+    held |= dict.fromkeys("qkv", held["q"]) if case.problem.k.offset else {}
+    addresses = {name: a.ctypes.data for name, a in held.items()}
+    emulated.run(library, made, {**addresses, "out": raw.ctypes.data + 32 * case.out_dtype.itemsize})
+    return raw
 
 
 def result_on_a_gpu(

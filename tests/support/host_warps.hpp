@@ -354,6 +354,11 @@ static inline void shared_store16(u32 address, uint4 v) {
 }
 static inline void shared_store(u32 address, int v) { memcpy(memory + address, &v, 4); }
 static inline void shared_store(u32 address, float v) { memcpy(memory + address, &v, 4); }
+static inline void shared_store(u32 address, uint2 v) {
+    if (address % 8 || address + 8 > SHARED) abort();
+    memcpy(memory + address, &v, 8);
+}
+static inline void shared_load(u32 address, float& v) { memcpy(&v, memory + address, 4); }
 static inline void shared_load(u32 address, float2& v) { memcpy(&v, memory + address, 8); }
 static inline void shared_load(u32 address, float4& v) { memcpy(&v, memory + address, 16); }
 static inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.attention_cases import Case, apart, merged, result_on_a_gpu
+from support.attention_cases import Case, apart, emulated_bytes, merged, result_on_a_gpu
 from support.fp32_attention import CASES, COMPILED
 from support.host import COMPILER, WHY_NOT
 from support.layout import ATTENTION_FIELDS, check_pointers
@@ -53,12 +53,7 @@ LEAST = -3.4028234663852886e38
 def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
     """The bytes of the result, computed by emulated warps."""
     library = emulated.compiled(made.recipe, made.function, folder, headers=("attention_mma.cuh", "attention_fp32.cuh"))
-    raw = emulated.aligned(case.poisoned())
-    held = {name: emulated.aligned(a) for name, a in case.operands.items()}
-    held |= dict.fromkeys("qkv", held["q"]) if case.problem.k.offset else {}
-    addresses = {name: a.ctypes.data for name, a in held.items()}
-    emulated.run(library, made, {**addresses, "out": raw.ctypes.data + 32 * case.out_dtype.itemsize})
-    return raw
+    return emulated_bytes(case, made, library)
 
 
 @pytest.mark.slow

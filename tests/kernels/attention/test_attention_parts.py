@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_cases import Case, apart, merged, result_on_a_gpu, seen
+from support import emulated
+from support.attention_cases import Case, apart, emulated_bytes, merged, result_on_a_gpu, seen
 from support.fp32_attention import CASES, COMPILED
+from support.host import COMPILER, HERE, WHY_NOT
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sequence_cases import attention
 from support.simulated import check_simulated, lowered, refusals, tactics
+from support.sweep import sweep
 
 from optdnn.kernels.attention import fp32_kernel
 from optdnn.kernels.attention import parts_kernel as kernel
@@ -151,6 +154,83 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     made = kernel.launch(problem, Config(1, 64, 1), H200)
     assert len(made.pointers) == 7
     check_pointers(made, ATTENTION_FIELDS)
+
+
+# ---------------------------------------------------------------- on a processor
+
+EMULATED: dict[str, Config] = {
+    "one tile": Config(1, 16, 2),
+    "tails": Config(1, 32, 1),
+    "several tiles": Config(2, 64, 2),
+    "a head filled up": Config(1, 32, 2),
+    "a head of 48": Config(2, 48, 1),
+    "a head of 96": Config(1, 32, 2, kept=False),
+    "a head of 128": Config(1, 32, 1, kept=False),
+    "causal, long tiles": Config(2, 16, 2),
+    "causal, some see nothing": Config(1, 16, 2),
+    "causal from the end": Config(1, 32, 2),
+    "lengths": Config(1, 32, 2),
+    "masks of windows": Config(1, 16, 1),
+    "grouped queries": Config(1, 16, 2, kept=False),
+    "narrow values": Config(1, 32, 1, kept=False),
+    "a window of both sides": Config(1, 16, 2),
+    "sinks, a softcap and a mask": Config(1, 32, 2),
+    "rounded, tails": Config(1, 32, 2),
+    "rounded, several tiles": Config(3, 64, 1, kept=False),
+}
+QUICK = (
+    "several tiles",
+    "a head of 96",
+    "causal, some see nothing",
+    "sinks, a softcap and a mask",
+    "rounded, several tiles",
+)
+
+
+def emulated_result(case: Case, config: Config, folder: Path) -> np.ndarray:
+    """The bytes of the result, computed by emulated warps."""
+    made = kernel.launch(case.problem, config, H200)
+    products = (HERE / "host_attention.hpp").read_text(encoding="utf-8")
+    first, headers = ("fp16_parts.cuh",), ("attention_mma.cuh", "attention_fp32.cuh")
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=products, first=first, headers=headers)
+    return emulated_bytes(case, made, library)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(EMULATED, *QUICK))
+def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
+    case, config = Case(PROBLEMS[name]), EMULATED[name]
+    assert kernel.refuse(case.problem, config) is None
+    case.check(emulated_result(case, config, tmp_path))
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_without_the_rests_it_would_not_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = nvrtc.Recipe.sources
+
+    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        name, product = "attention_parts_sm90.cu", "product(0, 1, false)"
+        assert texts[name].count(product) == 2, "first parts times rests, of keys and of values"
+        return {**texts, name: texts[name].replace(product, "(void)0")}
+
+    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    case = Case(PROBLEMS["tails"])
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        case.check(emulated_result(case, EMULATED["tails"], tmp_path))
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_an_infinity_in_a_key_spoils_no_other_query(tmp_path: Path) -> None:
+    """Key 40 is seen by queries from 40 on, in causal order."""
+    problem = apart(1, 1, 60, 60, 16, causal=True, dtype="float32")
+    case = Case(problem)
+    case.operands["k"].reshape(60, 16)[40, 3] = np.inf
+    raw = emulated_result(case, Config(1, 32, 1), tmp_path)
+    got = seen(raw.view(np.float32)[32:], problem.out, case.want.shape)
+    np.testing.assert_allclose(got[..., :40, :], case.want[..., :40, :], rtol=0, atol=4e-6)
+    assert not np.isfinite(got[..., 40:, :]).all()
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -64,7 +64,6 @@ DEVICE u64 value_descriptor(u32 address) {
     constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
     return (swizzle << 62) | (u64((8 * SPAN) >> 4) << 32) | (u64(SUBTILE >> 4) << 16) | u64((address & 0x3ffff) >> 4);
 }
-DEVICE void store_two(u32 at, u32 x, u32 y) { asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory"); }
 
 // Keys or values of a head: the next number that a thread divides. Rows are ``position`` numbers apart.
 struct Source {
@@ -132,14 +131,15 @@ DEVICE void divide_tiles(const Room& at, const Seen& seen, Source (&sources)[2],
                 divide_pair(v[n].z, v[n].w, scale, first[1], rest[1]);
                 if (!EQUAL_SHARES && (!works || own_row(n) >= BLOCK_KEYS)) continue;
                 const u32 to = at.tile(i, stage) + place_of(own_row(n), feature, SUBTILE);
-                store_two(to, first[0], first[1]);
-                if (PARTS == 2) store_two(to + PART_BYTES, rest[0], rest[1]);
+                shared_store(to, make_uint2(first[0], first[1]));
+                if (PARTS == 2) shared_store(to + PART_BYTES, make_uint2(rest[0], rest[1]));
             }
             __syncwarp();                          // readers have the fence of the async proxy: here it would wait for the loads
             if (lane < ARRIVERS) barrier_arrive(at.full(i, stage));
         }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    copies_wait_but<0>();                          // those beyond the last tile
 }
 
 // A warpgroup's queries as operand A, in registers or in shared memory: 64 rows, of which a thread has ``row`` and row + 8.
@@ -236,7 +236,7 @@ DEVICE void attend(const Params& p, const Room& at, const Seen& seen, int batch,
             multiply_keys(reinterpret_cast<float(&)[BLOCK_KEYS / 2]>(s), q, at.queries(group), at.tile(0, stage));
             wgmma_commit();
             float of_keys;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_keys) : "r"(at.inverse(0, stage)));
+            shared_load(at.inverse(0, stage), of_keys);
             unit[0] = q.inverse[0] * of_keys, unit[1] = q.inverse[1] * of_keys;
             wgmma_wait<0>();
         }
@@ -258,7 +258,7 @@ DEVICE void attend(const Params& p, const Room& at, const Seen& seen, int batch,
         async_proxy_fence();
         if (sees) {
             float of_values;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_values) : "r"(at.inverse(1, stage)));
+            shared_load(at.inverse(1, stage), of_values);
             #pragma unroll
             for (int first = 0; first < HEAD; first += COLUMNS) {
                 float sums[COLUMNS / 2];

@@ -109,6 +109,7 @@ DEVICE void grid_launch_dependents() {
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
+DEVICE void shared_load(u32 address, float& v) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory"); }
 DEVICE void shared_load(u32 address, float2& v) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
 }
@@ -127,6 +128,9 @@ DEVICE void shared_store16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 DEVICE void shared_store(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+DEVICE void shared_store(u32 address, uint2 v) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
 DEVICE void shared_store(u32 address, int v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
 #if __CUDA_ARCH__ >= 900
