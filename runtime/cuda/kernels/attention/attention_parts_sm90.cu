@@ -7,16 +7,17 @@
 // largest number that they scale becomes 2^14 or more. Numbers below 2^-15 of it lose bits: those below 2^-39 of it (ROUNDED: numbers below
 // 2^-29 lose bits below 2^-40). Weights begin at 2^14.
 //
-// A block takes WARPGROUPS x 64 queries of one head. One more warpgroup loads tiles of BLOCK_KEYS keys and of values, AHEAD tiles
-// ahead, divides them, and writes the parts to a ring of STAGES. The multiplying warpgroups keep scores and weights in
-// registers, where weights are wgmma's operand A. The products of each tile have accumulators of their own, since tensor cores truncate in
-// their additions. Queries stay in registers (KEEP) or in shared memory. The online softmax is that of attention_fp32.cuh.
+// A block takes WARPGROUPS x 64 queries of one head. One more warpgroup loads tiles of BLOCK_KEYS keys and of values, AHEAD tiles ahead,
+// divides them, and writes the parts to a ring of STAGES. The multiplying warpgroups keep scores and weights in registers, where weights are
+// wgmma's operand A. The products of each tile have accumulators of their own, since tensor cores truncate in their additions. Queries stay
+// in registers (KEEP) or in shared memory. The online softmax is that of attention_fp32.cuh.
 //
 // Rows of keys are a K-major operand, rows of values an MN-major one. A tile is stored as subtiles with SPAN bytes per row, swizzled.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, HEAD (padded with zeros), COLUMNS (of it, for a product with values), SPAN, KEEP, REGISTERS and LOADING_REGISTERS (of a multiplying and of a
-// dividing thread), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END, HAS_LENGTHS, SOFTCAP, MASK, SINKS (as for attention_fp32.cu), ROUNDED, SHARED_BYTES,
-// wgmma_kept() and wgmma_scores() (with queries in registers and in shared memory) and wgmma_features().
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, HEAD (padded with zeros), COLUMNS (of it, for a product with values), SPAN, KEEP,
+// REGISTERS and LOADING_REGISTERS (of a multiplying and of a dividing thread), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END, HAS_LENGTHS, SOFTCAP,
+// MASK, SINKS (as for attention_fp32.cu), ROUNDED, SHARED_BYTES, wgmma_kept() and wgmma_scores() (with queries in registers and in shared
+// memory) and wgmma_features().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
