@@ -25,6 +25,7 @@ from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.deviation_norms import DeviationNorms
+from optdnn.passes.divided_loops import DividedLoops
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
@@ -171,6 +172,7 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelScans(),  # before loops are unrolled: independent iterations become one
     OptimizeBodies(),  # before ParallelLoops, which asks for constants in bodies
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
+    DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # after unrolling: the number of each iteration is known

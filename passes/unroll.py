@@ -23,6 +23,8 @@ from optdnn.passes.support.paths import value_before
 from optdnn.types import is_float, normalize_axis
 
 TRIPS = 256
+"""Loops of more iterations are long: passes first look for a form without them."""
+MOST_TRIPS = 1024
 """Most iterations that are unrolled."""
 OPS = 8192
 """Most ops of one unrolled loop."""
@@ -72,7 +74,7 @@ def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     scans = len(body.outputs) - 1 - carried
     if not trips and scans:
         return Miss("it runs zero times, but stacks results")
-    return _too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
+    return too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
 
 
 def _loop_results(patch: Patch, op: Op, trips: int) -> list[Value]:
@@ -101,7 +103,7 @@ def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its number of iterations is not known")
     if not trips and a.scan_output_axes:
         return Miss("it runs zero times, but stacks results")
-    return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
+    return too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
 
 
 def _scan_results(patch: Patch, op: Op, trips: int) -> list[Value]:
@@ -262,10 +264,11 @@ def goes_on(body: Graph) -> bool:
     )
 
 
-def _too_much(body: GraphBody, trips: int) -> Miss | None:
+def too_much(body: GraphBody, trips: int) -> Miss | None:
+    """Why ``trips`` iterations of a body are not unrolled, or None."""
     ops = trips * sum(op.kind not in STRUCTURAL for op in body.graph.ops())
-    if trips > TRIPS:
-        return Miss(f"it runs {trips} times; {TRIPS} are unrolled")
+    if trips > MOST_TRIPS:
+        return Miss(f"it runs {trips} times; {MOST_TRIPS} are unrolled")
     return Miss(f"unrolled, it would be {ops} ops; {OPS} are the limit") if ops > OPS else None
 
 
