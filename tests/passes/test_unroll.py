@@ -161,7 +161,7 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
         (loop, "its number of iterations is not known"),
         (lambda: loop("Not", trips=3), "its condition depends on data"),
         (lambda: loop(trips=0), "it runs zero times, but stacks results"),
-        (lambda: loop(trips=257), "it runs 257 times; 256 are unrolled"),
+        (lambda: loop(trips=1025), "it runs 1025 times; 1024 are unrolled"),
         (lambda: scan("n"), "its number of iterations is not known"),
         (branch, "the values of small inputs, for which an engine makes plans"),
         (lambda: branches(("Gather", "x i")), "an operator that may fail where it is not taken"),
