@@ -128,8 +128,8 @@ def _refused(
             return f"its {o.kind} gives {o.outputs[0].type}, which is no floats of known size"
     if any(v not in known or not is_float(body.type(v).dtype) for v in read):
         return "a step reads more than states, positions and other floats"
-    computed = {o.value for o in inner}
-    if any(v not in computed for v in (*steps.following, *(v for v, _ in steps.stacked))):
+    made = {*steps.states, *(o.value for o in inner)}
+    if any(v not in made for v in (*steps.following, *(v for v, _ in steps.stacked))):
         return "a result of a step is not computed in it"
     if len(inner) > MOST_STAGES or len(steps.states) + len(steps.sequences) + others > MOST_OPERANDS:
         return f"a step of {len(inner)} operators and {len(read)} operands takes too many registers"
