@@ -51,6 +51,7 @@ from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
 from optdnn.passes.grouped_products import GroupedProducts
+from optdnn.passes.guarded_loops import GuardedLoops
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
@@ -172,6 +173,7 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelScans(),  # before loops are unrolled: independent iterations become one
     OptimizeBodies(),  # before ParallelLoops, which asks for constants in bodies
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
+    GuardedLoops(),  # before loops are unrolled: a Loop that computed values may end runs a known number of times
     DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops

@@ -48,6 +48,7 @@ RULES: Mapping[str, str] = {
     "unused_indices": "unread indices of MaxPool removed",
     "counted_loop": "Loops that end by a counter given their number of iterations",
     "linear_attention": "linear attention computed by products, in chunks of tokens",
+    "guarded_loop": "Loops that computed values may end run to their last iteration, with a guard",
     "divided_loop": "operators of long loops that need no earlier step computed for all steps at once",
     "long_scan": "long Scans of pointwise steps computed in one launch",
     "long_loop": "long Loops of pointwise steps computed in one launch",
