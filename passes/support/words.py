@@ -47,6 +47,7 @@ RULES: Mapping[str, str] = {
     "norm_of_one": "normalizations of single elements replaced by their bias",
     "unused_indices": "unread indices of MaxPool removed",
     "counted_loop": "Loops that end by a counter given their number of iterations",
+    "bounded_loop": "Loops that end by a counter at the latest given their largest number of iterations",
     "linear_attention": "linear attention computed by products, in chunks of tokens",
     "guarded_loop": "Loops that computed values may end run to their last iteration, with a guard",
     "divided_loop": "operators of long loops that need no earlier step computed for all steps at once",
