@@ -5,7 +5,7 @@ step with each other, updates its states, and multiplies these with a vector. On
 pointwise, so :mod:`optdnn.passes.long_scans` makes one launch of it. The products around it get one more axis.
 
 Operators that no earlier step affects come before the loop. Operators that affect no later step come after it. A state that no
-earlier state affects is a sequence: the values of the previous step.
+earlier state affects is a sequence: the values of the previous step. If no other states are left, short loops are divided, too.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class Division:
 
 @rule("divided_loop", {"Loop", "Scan"})
 def divided_loop(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop or Scan of known length. What can be unrolled is divided only if a pointwise core remains."""
-    steps = steps_of(graph, op, longer_than=TRIPS)
+    """A Loop or Scan of known length. What can be unrolled is divided only if it is long and a pointwise core remains, or none."""
+    steps = steps_of(graph, op, longer_than=1)
     if not isinstance(steps, LongSteps):
         return steps
     if not all(x.type.is_static for o in steps.operators() for x in o.outputs):
         return Miss("sizes in its body are not known")
     parts = divided(steps)
+    if steps.trips <= TRIPS and parts.carried:
+        return None
     if (lean := _pointwise_kept(parts)).is_pointwise:
         parts = lean
     elif too_much(op.attrs.body, steps.trips) is None:

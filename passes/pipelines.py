@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optdnn.errors import UsageError
 from optdnn.passes.added_positions import AddedPositions
+from optdnn.passes.appended_rows import AppendedRows
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.attention_parts import AttentionParts
@@ -173,6 +174,7 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelScans(),  # before loops are unrolled: independent iterations become one
     OptimizeBodies(),  # before ParallelLoops, which asks for constants in bodies
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
+    AppendedRows(),  # before loops are unrolled: states that grow by rows become stacks of known size
     GuardedLoops(),  # before loops are unrolled: a Loop that computed values may end runs a known number of times
     DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host

@@ -179,3 +179,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_short_loops_and_other_targets_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     check_untouched(DividedLoops(), scan(length=3), context=GPU)
     check_untouched(DividedLoops(), scan(), context=PassContext(target="cpu"))
+
+
+def test_a_short_loop_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_loops, "TRIPS", LENGTH)
+    nodes = [node("Tanh", "x", "now"), node("MatMul", "before w", "b"), node("Add", "now b", "y")]
+    after, _ = check_pass(DividedLoops(), loop(nodes, ["before"], ["now"], "y"), changes=1, context=GPU)
+    assert not after.of_kind("Scan", "Loop")
+    check_untouched(DividedLoops(), loop(READ, ["s"], ["t"], "y"), context=GPU)
