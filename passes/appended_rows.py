@@ -108,7 +108,7 @@ def _result(branch: tuple[Graph, dict[Value, Value]]) -> Value:
 
 def _stacking(op: Op, found: Appended) -> Graph:
     """The body of the Loop without the state: it stacks the rows of all iterations, and whether each is appended."""
-    body = op.attrs.body.graph.copy()
+    body: Graph = op.attrs.body.graph.copy()
     body.share_symbols(op.attrs.body.graph)
     branch, place = _branch(found.choice, found.taken)
     for inner in _needed(branch, found.row):

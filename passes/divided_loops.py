@@ -219,6 +219,8 @@ class _Rewrite:
         constants = {c.value for c in steps.body.of_kind("Constant")}
         sequences = [v for v in free if v in self.all.every]
         captured = [v for v in free if v not in self.all.every and v not in constants]
+        if not sequences:  # a Scan has as many steps as its sequences have positions
+            sequences = [steps.number or next(iter(steps.sequences))]
         inputs = [*(steps.states[k] for k in carried), *sequences, *captured]
         body = _body(steps.body, inputs, parts.core, [*(steps.following[k] for k in carried), *stacked])
         way = int(steps.backward)

@@ -53,14 +53,15 @@ def _scanned(graph: Graph, op: Op, steps: LongSteps) -> Match | Miss:
     if (why := _refused(graph, steps, inner, read, len(others), constants)) is not None:
         return Miss(why)
     register = {o.value: ~(k + 1) for k, o in enumerate(inner)}
-    slot = {v: k for k, v in enumerate((*steps.states, *steps.sequences, *others))}
+    sequences = {v: each for v, each in steps.sequences.items() if v in read}
+    slot = {v: k for k, v in enumerate((*steps.states, *sequences, *others))}
 
     def named(value: Value) -> int:
         return register[value] if value in register else slot[value]
 
     last = [v for k, v in enumerate(steps.following) if graph.uses(Value(op.id, k))]
     results = [*steps.stacked, *((v, 0) for v in dict.fromkeys(last) if (v, 0) not in steps.stacked)]
-    wholes = list(steps.sequences.values())
+    wholes = list(sequences.values())
     ranks = [len(graph.type(v).dims) for v, _ in wholes]
     attrs = PointwiseScanAttrs(
         stages=tuple(

@@ -187,3 +187,13 @@ def test_a_short_loop_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     after, _ = check_pass(DividedLoops(), loop(nodes, ["before"], ["now"], "y"), changes=1, context=GPU)
     assert not after.of_kind("Scan", "Loop")
     check_untouched(DividedLoops(), loop(READ, ["s"], ["t"], "y"), context=GPU)
+
+
+def test_a_core_that_reads_no_sequence() -> None:
+    nodes = [node("Tanh", "s", "t"), node("MatMul", "t w", "y")]
+    after, _ = check_pass(DividedLoops(), loop(nodes, ["s"], ["t"], "y"), changes=1, context=GPU)
+    (core,) = after.of_kind("Scan")
+    assert core.attrs.body.graph.kinds() == {"Tanh": 1}
+    assert core.attrs.scan_input_axes == (0,), "its length is the number of steps"
+    program = check_simulated(loop(nodes, ["s"], ["t"], "y"), "fp32")
+    assert "PointwiseScan" in kinds(program)
