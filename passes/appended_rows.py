@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.bodies import LoopAttrs
+from optdnn.ops.bodies import IfAttrs, LoopAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.ops.sort import CompressAttrs
@@ -27,10 +27,11 @@ from optdnn.types import normalize_axis
 
 @dataclass(frozen=True)
 class Appended:
-    """The carried state ``k`` of a Loop, to which the branch ``taken`` of ``choice`` appends ``row``, a value of that branch."""
+    """The carried state ``k`` of a Loop, the result ``port`` of ``choice``. The branch ``taken`` appends its value ``row``."""
 
     k: int
     choice: Op
+    port: int
     taken: bool
     row: Value
 
@@ -76,21 +77,24 @@ def appended_rows(graph: Graph, op: Op) -> Match | Miss | None:
 def _appended(op: Op, k: int) -> Appended | None:
     """The state ``k``, if an iteration may append rows to it, and does nothing else with it."""
     body: Graph = op.attrs.body.graph
-    own, choice = Value(body.inputs[2 + k]), body.op(value_behind(body, operand(body.op(body.outputs[1 + k]))))
-    if choice.kind != "If" or len(choice.outputs) > 1 or body.use_count(choice.value) != 1:
+    own, made = Value(body.inputs[2 + k]), value_behind(body, operand(body.op(body.outputs[1 + k])))
+    choice = body.op(made)
+    if choice.kind != "If" or body.use_count(made) != 1:
         return None
     for taken in (True, False):
         kept, branch = _branch(choice, not taken), _branch(choice, taken)
-        inner, outer = _result(kept), _result(branch)
+        inner, outer = _result(kept, made.port), _result(branch, made.port)
         join = branch[0].op(outer)
         if kept[1].get(inner) != own or join.kind != "Concat" or len(join.inputs) != 2:
             continue
         if branch[1].get(value_behind(branch[0], operand(join))) != own or len(body.uses(own)) != 2:
             continue
         captured = next(v for v, place in branch[1].items() if place == own)
+        if kept[0].use_count(inner) != 1:
+            continue
         rank = len(join.outputs[0].type.dims) if join.outputs[0].type.shape is not None else 0
         if rank and not normalize_axis(join.attrs.axis, rank) and branch[0].use_count(captured) == 1:
-            return Appended(k, choice, taken, operand(join, 1))
+            return Appended(k, choice, made.port, taken, operand(join, 1))
     return None
 
 
@@ -102,8 +106,8 @@ def _branch(choice: Op, taken: bool) -> tuple[Graph, dict[Value, Value]]:
     return branch, {Value(i): v for i, v in zip(branch.inputs, given, strict=True) if v is not None}
 
 
-def _result(branch: tuple[Graph, dict[Value, Value]]) -> Value:
-    return value_behind(branch[0], operand(branch[0].op(branch[0].outputs[0])))
+def _result(branch: tuple[Graph, dict[Value, Value]], port: int) -> Value:
+    return value_behind(branch[0], operand(branch[0].op(branch[0].outputs[port])))
 
 
 def _stacking(op: Op, found: Appended) -> Graph:
@@ -125,11 +129,38 @@ def _stacking(op: Op, found: Appended) -> Graph:
     result, own = body.outputs.pop(1 + found.k), body.inputs.pop(2 + found.k)
     left = body.op(operand(body.op(result)))
     body.remove(result)
-    body.remove_dead([left.id])
+    if len(found.choice.outputs) > 1:
+        _add_without(body, found, Value(own))
+    body.remove_dead([left.id, found.choice.id])
     body.remove(own)
     body.add_output(row, "appended_row")
     body.add_output(takes, "appends")
     return body
+
+
+def _add_without(body: Graph, found: Appended, own: Value) -> None:
+    """Adds the If without the state, for its other results."""
+    choice, split = found.choice, 1 + found.choice.attrs.then_captured
+    places = [
+        next(k for k, v in enumerate(part) if v == own) for part in (choice.inputs[1:split], choice.inputs[split:])
+    ]
+    branches: list[GraphBody] = []
+    for old, place in zip((choice.attrs.then_branch, choice.attrs.else_branch), places, strict=True):
+        branch: Graph = old.graph.copy()
+        branch.share_symbols(old.graph)
+        result, given = branch.outputs.pop(found.port), branch.inputs.pop(place)
+        made = branch.op(operand(branch.op(result)))
+        branch.remove(result)
+        branch.remove_dead([made.id])
+        branch.remove(given)
+        branches.append(GraphBody(branch))
+    names = [o.name for port, o in enumerate(choice.outputs) if port != found.port]
+    operands = [v for v in choice.inputs if v != own]
+    then, other = branches
+    new = body.add("If", operands, IfAttrs(then, other, split - 2), names=names, outputs=len(names), src=choice.src)
+    others = [port for port in range(len(choice.outputs)) if port != found.port]
+    for k, port in enumerate(others):
+        body.replace_uses(Value(choice.id, port), Value(new.id, k))
 
 
 def _needed(branch: Graph, value: Value) -> list[Op]:

@@ -10,9 +10,10 @@ import pytest
 from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
 from support.fallback import BOOL, I64, F, model, node
-from support.simulated import check_simulated
+from support.simulated import check_simulated, feeds_of, lowered, simulate
 
 from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.passes.appended_rows import AppendedRows
 from optdnn.passes.base import PassContext
@@ -97,6 +98,8 @@ def test_refusals(graph: Any, because: str) -> None:
     "graph",
     [
         lambda: loop(reads=True),
+        lambda: several("same"),
+        lambda: several("grown"),
         lambda: loop(order="one acc"),
         lambda: loop(other=[node("Neg", "acc", "negative")]),
     ],
@@ -107,3 +110,51 @@ def test_other_states_are_left(graph: Any) -> None:
 
 def test_other_targets_are_left() -> None:
     check_untouched(AppendedRows(), loop(), context=PassContext(target="cpu"))
+
+
+def several(reads: str = "") -> Graph:
+    """A decoder without blanks: a larger row is appended, and it becomes the state with which the next rows are compared.
+
+    ``reads``: the branch that also computes that state from the rows."""
+    total = node("ReduceSum", "acc first", "turned" if reads == "same" else "now", keepdims=0)
+    grown = helper.make_graph(
+        [
+            total if reads == "grown" else node("Mul", "x half", "now"), node("Unsqueeze", "now first", "one"),
+            node("Concat", "acc one", "more", axis=0),
+        ],
+        "grown", [], [helper.make_tensor_value_info("now", F, None), helper.make_tensor_value_info("more", F, None)],
+    )  # fmt: skip
+    same = helper.make_graph(
+        [total if reads == "same" else node("Neg", "state", "turned"), node("Identity", "acc", "acc_same")],
+        "same", [], [helper.make_tensor_value_info("turned", F, None), helper.make_tensor_value_info("acc_same", F, None)],
+    )  # fmt: skip
+    chosen = helper.make_node("If", ["take"], ["state1", "acc1"], then_branch=grown, else_branch=same)
+    nodes = [
+        node("Identity", "c", "go"), node("Gather", "xs i", "x", axis=0), node("ReduceSum", "x", "sum", keepdims=0),
+        node("ReduceSum", "state", "before", keepdims=0), node("Greater", "sum before", "take"), chosen,
+    ]  # fmt: skip
+    inner = helper.make_graph(
+        nodes,
+        "body",
+        [
+            helper.make_tensor_value_info(*v)
+            for v in (("i", I64, []), ("c", BOOL, []), ("state", F, [3]), ("acc", F, ["n", 3]))
+        ],
+        [helper.make_tensor_value_info(*v) for v in (("go", BOOL, []), ("state1", F, [3]), ("acc1", F, None))],
+    )
+    whole = node("Loop", "trips - s0 a0", "last acc_end", body=inner)
+    inputs = [("xs", F, [TRIPS, 3]), ("s0", F, [3]), ("a0", F, [2, 3])]
+    constants = {"trips": np.array(TRIPS), "half": np.array(0.5, np.float32), "first": np.array([0])}
+    return import_model(model([whole], inputs, [("last", F, None), ("acc_end", F, None)], **constants))
+
+
+def test_other_results_of_the_if_remain() -> None:
+    after, _ = check_pass(AppendedRows(), several(), changes=1, context=GPU)
+    (whole,) = after.of_kind("Loop")
+    (chosen,) = whole.attrs.body.graph.of_kind("If")
+    assert len(chosen.outputs) == 1
+    program = lowered(several(), "fp32")
+    assert not [s for s in program.steps if s.executor == "host" and s.params["kind"] in ("If", "Loop")]
+    feeds = feeds_of(several())
+    for want, got in zip(evaluate(several(), feeds).values(), simulate(program, feeds).values(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
