@@ -6,7 +6,7 @@ later passes can rewrite. Bounds limit the growth of the network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -151,8 +151,12 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
     inner = [o for body in branches for o in body.graph.ops() if o.kind not in STRUCTURAL]
     if len(inner) > OPS:
         return Miss(f"its condition depends on data, and its branches have {len(inner)} ops; {OPS} are the limit")
-    if any(may_fail(body.graph, o) for body in branches for o in body.graph.ops()):
-        return Miss("its condition depends on data, and a branch has an operator that may fail where it is not taken")
+    for body, captured in zip(branches, (op.inputs[1:first], op.inputs[first:]), strict=True):
+        place = {Value(i): v for i, v in zip(body.graph.inputs, captured, strict=True) if v is not None}
+        if any(may_fail(body.graph, o) and not _takes_best(graph, body.graph, place, o) for o in body.graph.ops()):
+            return Miss(
+                "its condition depends on data, and a branch has an operator that may fail where it is not taken"
+            )
 
     def build(patch: Patch) -> list[Value]:
         condition = operand(op) if graph.type(operand(op)).shape == () else in_shape(patch, operand(op), ())
@@ -162,6 +166,24 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
         return [patch.add("Where", [condition, *pair]) for pair in zip(*parts, strict=True)]
 
     return _replaced(op, build)
+
+
+def _takes_best(graph: Graph, body: Graph, place: Mapping[Value, Value], op: Op) -> bool:
+    """Whether an operator of a branch takes the row of the best of as many numbers as there are rows: a decoder's next token.
+
+    ``place``: the captured values of the branch, around the If."""
+    dims = shape_of(body, operand(op)) if op.kind == "Gather" else None
+    if dims is None:
+        return False
+    passed = {"Identity", *RESHAPES}
+    index = value_before(body, operand(op, 1), passed)
+    if index not in place:
+        return False
+    best = graph.op(value_before(graph, place[index], passed))
+    numbers = shape_of(graph, operand(best)) if best.kind in ("ArgMax", "ArgMin") else None
+    count = None if numbers is None else numbers[normalize_axis(best.attrs.axis, len(numbers))]
+    rows = dims[normalize_axis(op.attrs.axis, len(dims))]
+    return isinstance(count, int) and isinstance(rows, int) and count <= rows
 
 
 @rule("branch_for_none", {"If"})
