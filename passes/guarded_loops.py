@@ -26,7 +26,7 @@ from optdnn.passes.unroll import TRIPS, goes_on, may_fail, number_of, too_much
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 HEAVY = frozenset({"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN"})
-"""Kinds of which a step must have one. Without them, the CPU is fast enough, and may end early."""
+"""A step must have an operator of these kinds. Without one, the CPU is fast enough, and may end early."""
 
 
 @rule("guarded_loop", {"Loop"})
