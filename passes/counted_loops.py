@@ -13,6 +13,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.bodies import LoopAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES
 from optdnn.passes.unroll import goes_on, number_of
 
 
@@ -46,6 +47,45 @@ def counted_loop(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
+@rule("bounded_loop", {"Loop"})
+def bounded_loop(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Loop that ends by a counter at the latest, ``while i < n and not done``, gets a trip count. Its condition stays."""
+    body: Graph = op.attrs.body.graph
+    limit = number_of(graph, op.input(0))
+    if goes_on(body) or (limit is None and op.input(0) is not None):
+        return None
+    bounds: list[int] = []
+    for part in _conjuncts(body, result(body, 0)):
+        needed = counters(body, op.attrs.carried, [part])
+        found = None if needed is None else needed.iterations(lambda place: graph.known(op.inputs[place]))
+        trips = None if found is None else number_of_iterations(found, limit)
+        bounds += [] if trips is None else [trips]
+    if not bounds or (limit is not None and min(bounds) >= limit):
+        return None
+
+    def build(patch: Patch) -> None:
+        number = patch.constant(np.array(min(bounds), np.int64), "trips")
+        names = [o.name for o in op.outputs]
+        made = patch.add_op("Loop", [number, *op.inputs[1:]], op.attrs, names=names, outputs=len(names))
+        for port in range(len(names)):
+            if graph.uses(Value(op.id, port)):
+                patch.replace(Value(op.id, port), Value(made.id, port))
+
+    return Match((op,), build)
+
+
+def _conjuncts(body: Graph, condition: Value) -> list[Value]:
+    """The conditions that all have to be true, if there are several."""
+    left, found = [condition], list[Value]()
+    while left:
+        op = body.op(value := left.pop())
+        if op.kind == "And" or op.kind in ("Identity", *RESHAPES):
+            left += [v for v in op.inputs[: 2 if op.kind == "And" else 1] if v is not None]
+        else:
+            found.append(value)
+    return found if len(found) > 1 else []
+
+
 class CountedLoops(RulePass):
     name = "counted_loops"
-    rules = (counted_loop,)
+    rules = (counted_loop, bounded_loop)

@@ -36,7 +36,7 @@ from optdnn.passes.support.lanes import (
     taken,
 )
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
-from optdnn.passes.support.stacks import DEPTH, Part, part_of, parts_of
+from optdnn.passes.support.stacks import DEPTH, Forms, Part, part_of
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import TensorType, is_float
 
@@ -201,15 +201,22 @@ def _group(graph: Graph, op: Op, slot: int) -> list[Op]:
     if found is None:
         return []
     steps, same = (*found.steps, (op, slot, 0)), [alike(op), _types(graph, op)]
-    by_start = dict[int, Op]()
-    for value, part in parts_of(graph, found.part):
-        reached = [u for u in _followed(graph, value, steps) if [alike(u), _types(graph, u)] == same]
-        if len(reached) > 1:
-            return []
-        if reached:
-            by_start[part.start] = reached[0]
+
+    def reached(value: Value) -> list[Op]:
+        return [u for u in _followed(graph, value, steps) if [alike(u), _types(graph, u)] == same]
+
     start, size = found.part.start, found.part.size
-    if start - size in by_start or by_start.get(start) != op:
+    parts = graph.kept(Forms).parts(found.part)  # one list for all of them: each part looks for the others
+    if any(reached(value) for value, part in parts if part.start == start - size):
+        return []
+    by_start = dict[int, Op]()
+    for value, part in parts:
+        ops = reached(value)
+        if len(ops) > 1:
+            return []
+        if ops:
+            by_start[part.start] = ops[0]
+    if by_start.get(start) != op:
         return []
     count = next(k for k in range(len(by_start) + 1) if start + k * size not in by_start)
     return [by_start[start + k * size] for k in range(count)]

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import operand, shape_of
-from optdnn.passes.support.iterations import Iterations, refusal
+from optdnn.passes.support.iterations import Iterations, moved_axis, refusal
 from optdnn.types import normalize_axis
 
 
@@ -58,26 +55,17 @@ def _results(patch: Patch, op: Op, trips: int) -> list[Value]:
     a, body, n = op.attrs, op.attrs.body.graph, len(op.attrs.scan_input_axes)
     given = list(op.inputs)
     for k, axis in zip(range(a.states, a.states + n), a.scan_input_axes, strict=True):
-        given[k] = _moved(patch, operand(op, k), axis, to_front=True)
+        x = operand(op, k)
+        given[k] = moved_axis(patch, x, normalize_axis(axis, len(patch.type(x).dims)), 0)
     place = {Value(i): v for i, v in zip(body.inputs, given, strict=True) if v is not None}
     all_at_once = Iterations(patch, body, trips, place, (Value(i) for i in body.inputs[a.states : a.states + n]))
     all_at_once.run(body.order())
     found = [operand(body.op(i)) for i in body.outputs]
-    stacks = [
-        _moved(patch, all_at_once.stacked(v), axis, to_front=False)
-        for v, axis in zip(found[a.states :], a.scan_output_axes, strict=True)
-    ]
+    stacks = []
+    for v, axis in zip(found[a.states :], a.scan_output_axes, strict=True):
+        whole = all_at_once.stacked(v)
+        stacks.append(moved_axis(patch, whole, 0, normalize_axis(axis, len(patch.type(whole).dims))))
     return [*(all_at_once.place[v] for v in found[: a.states]), *stacks]
-
-
-def _moved(patch: Patch, x: Value, axis: int, *, to_front: bool) -> Value:
-    rank = len(patch.type(x).dims)
-    at = normalize_axis(axis, rank)
-    if not at:
-        return x
-    perm = [at, *(k for k in range(rank) if k != at)]
-    order = perm if to_front else np.argsort(perm).tolist()
-    return patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
 
 
 class ParallelScans(RulePass):

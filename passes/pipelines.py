@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optdnn.errors import UsageError
 from optdnn.passes.added_positions import AddedPositions
+from optdnn.passes.appended_rows import AppendedRows
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.attention_parts import AttentionParts
@@ -25,6 +26,7 @@ from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.deviation_norms import DeviationNorms
+from optdnn.passes.divided_loops import DividedLoops
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
@@ -50,6 +52,7 @@ from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
 from optdnn.passes.grouped_products import GroupedProducts
+from optdnn.passes.guarded_loops import GuardedLoops
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
@@ -171,6 +174,9 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelScans(),  # before loops are unrolled: independent iterations become one
     OptimizeBodies(),  # before ParallelLoops, which asks for constants in bodies
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
+    AppendedRows(),  # before loops are unrolled: states that grow by rows become stacks of known size
+    GuardedLoops(),  # before loops are unrolled: a Loop that computed values may end runs a known number of times
+    DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # after unrolling: the number of each iteration is known

@@ -12,6 +12,7 @@ the results are stacked too, as long as they are the same for all parts.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -32,7 +33,6 @@ from optdnn.passes.support.stacks import (
     leaves,
     part_of,
     part_values,
-    parts_of,
     same,
     stack_of,
 )
@@ -169,7 +169,7 @@ def _group(graph: Graph, op: Op) -> list[Op]:
     """An operator and the equal operators on later parts, in the order of the parts.
 
     Empty if the operator's part is not the first one: then it belongs to the group of the previous part."""
-    forms = Forms(graph)
+    forms = graph.kept(Forms)  # one for all steps: each looks for the others
     leaves_of = ((slot, forms.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
     slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
     part = None if leaf is None else part_of(graph, leaf.value)
@@ -186,13 +186,13 @@ def _group(graph: Graph, op: Op) -> list[Op]:
             found = [u for u in found if all(_form(forms, u, k) == _form(forms, op, k) for k in rest)]
         return found
 
-    siblings = sorted(parts_of(graph, part), key=lambda found: found[1].start)
-    before = [(v, p) for v, p in siblings if p.start < part.start][-1:]
-    if any((part.size == 1 or p.start + p.size == part.start) and alike(v) for v, p in before):
+    siblings = forms.parts(part)
+    at = bisect_left(siblings, part.start, key=lambda found: found[1].start)
+    if any((part.size == 1 or p.start + p.size == part.start) and alike(v) for v, p in siblings[:at][-1:]):
         return []
     by_start = dict[int, Op]()
-    for value, other in siblings:
-        found = alike(value) if other.start >= part.start else []
+    for value, other in siblings[at:]:
+        found = alike(value)
         if len(found) > 1 or (found and other.start in by_start):
             return []
         if found:

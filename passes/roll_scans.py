@@ -93,7 +93,8 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
     missed: Miss | None = None
     for backward in (False, True):
         ordered = [v for v, _ in (parts[::-1] if backward else parts)]
-        steps = Steps(graph, ordered, backward)
+        steps = Steps(graph, ordered)
+        steps = steps.turned() if backward else steps
         if steps.count < LEAST:
             return None
         results = _results(steps, ordered)
@@ -199,10 +200,10 @@ def last_state(graph: Graph, op: Op) -> Match | Miss | None:
     if len(op.outputs) != 1 or any(user.kind in STAGE_KINDS or user.kind == "Concat" for user in users):
         return None
     missed: Miss | None = None
-    for backward in (False, True):
-        steps = Steps(graph, [op.value], backward)
-        if steps.count < LEAST:
-            return None
+    forward = Steps(graph, [op.value])
+    if forward.count < LEAST:
+        return None
+    for steps in (forward, forward.turned()):
         last = steps.time.get(op.value, -1)
         if last + 1 < LEAST:
             continue

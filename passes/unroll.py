@@ -6,7 +6,7 @@ later passes can rewrite. Bounds limit the growth of the network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from optdnn.passes.support.paths import value_before
 from optdnn.types import is_float, normalize_axis
 
 TRIPS = 256
+"""Loops of more iterations are long: passes first look for a form without them."""
+MOST_TRIPS = 1024
 """Most iterations that are unrolled."""
 OPS = 8192
 """Most ops of one unrolled loop."""
@@ -72,7 +74,7 @@ def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     scans = len(body.outputs) - 1 - carried
     if not trips and scans:
         return Miss("it runs zero times, but stacks results")
-    return _too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
+    return too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
 
 
 def _loop_results(patch: Patch, op: Op, trips: int) -> list[Value]:
@@ -101,7 +103,7 @@ def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its number of iterations is not known")
     if not trips and a.scan_output_axes:
         return Miss("it runs zero times, but stacks results")
-    return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
+    return too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
 
 
 def _scan_results(patch: Patch, op: Op, trips: int) -> list[Value]:
@@ -149,8 +151,12 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
     inner = [o for body in branches for o in body.graph.ops() if o.kind not in STRUCTURAL]
     if len(inner) > OPS:
         return Miss(f"its condition depends on data, and its branches have {len(inner)} ops; {OPS} are the limit")
-    if any(may_fail(body.graph, o) for body in branches for o in body.graph.ops()):
-        return Miss("its condition depends on data, and a branch has an operator that may fail where it is not taken")
+    for body, captured in zip(branches, (op.inputs[1:first], op.inputs[first:]), strict=True):
+        place = {Value(i): v for i, v in zip(body.graph.inputs, captured, strict=True) if v is not None}
+        if any(may_fail(body.graph, o) and not _takes_best(graph, body.graph, place, o) for o in body.graph.ops()):
+            return Miss(
+                "its condition depends on data, and a branch has an operator that may fail where it is not taken"
+            )
 
     def build(patch: Patch) -> list[Value]:
         condition = operand(op) if graph.type(operand(op)).shape == () else in_shape(patch, operand(op), ())
@@ -160,6 +166,24 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
         return [patch.add("Where", [condition, *pair]) for pair in zip(*parts, strict=True)]
 
     return _replaced(op, build)
+
+
+def _takes_best(graph: Graph, body: Graph, place: Mapping[Value, Value], op: Op) -> bool:
+    """Whether an operator of a branch takes the row of the best of as many numbers as there are rows: a decoder's next token.
+
+    ``place``: the captured values of the branch, around the If."""
+    dims = shape_of(body, operand(op)) if op.kind == "Gather" else None
+    if dims is None:
+        return False
+    passed = {"Identity", *RESHAPES}
+    index = value_before(body, operand(op, 1), passed)
+    if index not in place:
+        return False
+    best = graph.op(value_before(graph, place[index], passed))
+    numbers = shape_of(graph, operand(best)) if best.kind in ("ArgMax", "ArgMin") else None
+    count = None if numbers is None else numbers[normalize_axis(best.attrs.axis, len(numbers))]
+    rows = dims[normalize_axis(op.attrs.axis, len(dims))]
+    return isinstance(count, int) and isinstance(rows, int) and count <= rows
 
 
 @rule("branch_for_none", {"If"})
@@ -262,10 +286,11 @@ def goes_on(body: Graph) -> bool:
     )
 
 
-def _too_much(body: GraphBody, trips: int) -> Miss | None:
+def too_much(body: GraphBody, trips: int) -> Miss | None:
+    """Why ``trips`` iterations of a body are not unrolled, or None."""
     ops = trips * sum(op.kind not in STRUCTURAL for op in body.graph.ops())
-    if trips > TRIPS:
-        return Miss(f"it runs {trips} times; {TRIPS} are unrolled")
+    if trips > MOST_TRIPS:
+        return Miss(f"it runs {trips} times; {MOST_TRIPS} are unrolled")
     return Miss(f"unrolled, it would be {ops} ops; {OPS} are the limit") if ops > OPS else None
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import networkx as nx
 import numpy as np
@@ -25,6 +25,8 @@ from optdnn.types import Array, TensorType
 
 __all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value"]
 
+T = TypeVar("T")
+
 
 class Graph:
     """A network. ``inputs`` and ``outputs`` are op ids in ONNX order."""
@@ -39,6 +41,7 @@ class Graph:
         self._ids = itertools.count()
         self._order: list[int] | None = None
         self._kinds: dict[str, int] | None = None
+        self._kept: dict[Callable[[Graph], Any], Any] = {}
         self._names: set[str] = set()
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
@@ -146,6 +149,12 @@ class Graph:
             found = Counter(op.kind for op in self.ops() if op.kind not in STRUCTURAL)
             self._kinds = dict(sorted(found.items()))
         return dict(self._kinds)
+
+    def kept(self, find: Callable[[Graph], T]) -> T:
+        """What ``find`` finds in this graph, kept until the graph changes."""
+        if find not in self._kept:
+            self._kept[find] = find(self)
+        return self._kept[find]  # type: ignore[no-any-return]
 
     def symbols(self) -> dict[str, Dim]:
         """The symbolic dimensions of the inputs, by name."""
@@ -270,6 +279,7 @@ class Graph:
             if value is not None:
                 self._g.add_edge(value.op, op.id, key=slot, port=value.port)
         self._order = self._kinds = None
+        self._kept.clear()
         return op
 
     def set_op(self, op: Op) -> None:
@@ -287,6 +297,7 @@ class Graph:
         if old.kind != op.kind:
             self._kinds = None
         self._g._node[op.id]["op"] = self._ops[op.id] = op
+        self._kept.clear()
 
     def rename(self, value: Value, name: str) -> None:
         """Give a value the (already free or taken-over) name."""
@@ -361,6 +372,7 @@ class Graph:
         self._g.remove_node(op_id)
         del self._ops[op_id]
         self._order = self._kinds = None
+        self._kept.clear()
 
     def remove_dead(self, start: Iterable[int]) -> list[Op]:
         """Remove the unused ops among ``start``, then producers that only they used; returns the removed ops."""

@@ -10,16 +10,20 @@ import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.support.facts import integers, ints, operand
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped
+from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 MOST_BYTES = 1 << 30
 """Most bytes of a result for all iterations."""
 LIKE_FIRST = frozenset({"PRelu", "Snake"})
 """Pointwise kinds whose result has the shape of the first operand."""
+ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "LogSoftmax", "Softmax"})
+"""Kinds along the axis of an attribute."""
 
 
 def bounded(patch: Patch, operands: Sequence[Value | None]) -> Value:
@@ -38,6 +42,12 @@ def reduced(patch: Patch, body: Graph, op: Op, x: Value) -> Value:
     return patch.add(op.kind, [x, where], replace(op.attrs, noop_with_empty_axes=True))
 
 
+def moved_axis(patch: Patch, x: Value, source: int, target: int) -> Value:
+    """``x`` with the axis ``source`` at the place ``target``."""
+    rest = [k for k in range(len(patch.type(x).dims)) if k != source]
+    return transposed(patch, x, (*rest[:target], source, *rest[target:]))
+
+
 def dims_of(body: Graph, value: Value) -> tuple[int, ...]:
     return body.type(value).static_shape
 
@@ -45,14 +55,14 @@ def dims_of(body: Graph, value: Value) -> tuple[int, ...]:
 def refusal(body: Graph, ops: Iterable[Op], trips: int) -> str | None:
     """Why these operators of the body cannot be computed for ``trips`` iterations at once, or None."""
     inner = [op for op in ops if op.kind not in STRUCTURAL and op.kind != "Constant"]
-    if (why := next((w for op in inner if (w := _why_not(body, op)) is not None), None)) is not None:
+    if (why := next((w for op in inner if (w := refused_operator(body, op)) is not None), None)) is not None:
         return why
     sizes = (math.prod(dims_of(body, op.value)) * op.outputs[0].type.dtype.itemsize for op in inner)
     large = trips * max(sizes, default=0) > MOST_BYTES
     return "the results of all its iterations would take too much memory" if large else None
 
 
-def _why_not(body: Graph, op: Op) -> str | None:
+def refused_operator(body: Graph, op: Op) -> str | None:
     """Why an operator of the body cannot have one more leading axis, or None."""
     if len(op.outputs) != 1 or not all(body.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
         return f"its {op.kind} has sizes that are not known"
@@ -61,6 +71,10 @@ def _why_not(body: Graph, op: Op) -> str | None:
     if op.kind == "MatMul" and all(len(dims_of(body, operand(op, i))) >= 2 for i in (0, 1)):
         return None
     if op.kind == "Unsqueeze" and ints(body, op.input(1)) is not None:
+        return None
+    if op.kind in RESHAPES and 0 not in dims_of(body, op.value):
+        return None
+    if op.kind in ALONG_AXIS or (op.kind == "Slice" and all(ints(body, v) is not None for v in op.inputs[1:] if v)):
         return None
     if op.kind.startswith("Reduce") and (op.input(1) is None or ints(body, op.input(1)) is not None):
         return None
@@ -115,6 +129,16 @@ class Iterations:
         if op.kind == "Concat":
             parts = [self.stacked(v) for v in op.inputs if v is not None]
             return patch.add("Concat", parts, ConcatAttrs(normalize_axis(op.attrs.axis, rank) + 1))
+        if op.kind in RESHAPES:
+            count = self._trips if isinstance(self._trips, int) else -1
+            return reshaped(patch, self.place[operand(op)], (count, *dims_of(body, op.value)))
+        if op.kind in ALONG_AXIS:
+            axis = normalize_axis(op.attrs.axis, rank) + 1
+            return patch.add(op.kind, [self.place[operand(op)]], replace(op.attrs, axis=axis))
+        if op.kind == "Slice":
+            return self._sliced(op, rank)
+        if op.kind == "Gather":
+            return self._gathered(op, rank)
         if op.kind.startswith("Reduce"):
             return reduced(patch, body, op, self.place[operand(op)])
         ranks = [len(dims_of(body, v)) for v in op.inputs if v is not None]
@@ -124,6 +148,18 @@ class Iterations:
         if op.kind in LIKE_FIRST:
             operands[0] = self.stacked(operand(op))
         return patch.add(op.kind, operands, op.attrs)
+
+    def _sliced(self, op: Op, rank: int) -> Value:
+        starts, ends, axes, steps = (ints(self._body, op.input(k)) for k in range(1, 5))
+        own = [normalize_axis(k, rank) + 1 for k in axes or range(len(starts or ()))]
+        limits = [integers(self._patch, v, "limits") for v in (starts or (), ends or (), own, steps or (1,) * len(own))]
+        return self._patch.add("Slice", [self.place[operand(op)], *limits])
+
+    def _gathered(self, op: Op, rank: int) -> Value:
+        """Rows of a tensor that all iterations share, by indices of their own."""
+        axis = normalize_axis(op.attrs.axis, rank)
+        rows = self._patch.add("Gather", [self.place[operand(op)], self.place[operand(op, 1)]], GatherAttrs(axis))
+        return moved_axis(self._patch, rows, axis, 0)
 
     def _aligned(self, value: Value, rank: int) -> Value:
         """A value with axes of size 1 after the axis of iterations, up to ``rank`` more axes: ready for broadcasting."""

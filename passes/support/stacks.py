@@ -137,6 +137,13 @@ class Forms:
         self._leaves: dict[tuple[Value, int], Leaf | None] = {}
         self._keys: dict[tuple[Value, int], Hashable] = {}
         self._families: dict[Value, Counter[Hashable]] = {}
+        self._parts: dict[Hashable, list[tuple[Value, Part]]] = {}
+
+    def parts(self, like: Part) -> list[tuple[Value, Part]]:
+        """All parts of the family of a part, by their starts."""
+        if like.family not in self._parts:
+            self._parts[like.family] = sorted(parts_of(self.graph, like), key=lambda found: found[1].start)
+        return self._parts[like.family]
 
     def leaf(self, value: Value, depth: int = DEPTH) -> Leaf | None:
         """A part from which the value is computed, or None."""

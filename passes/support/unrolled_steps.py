@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,19 @@ def position(graph: Graph, value: Value) -> Position | None:
     return None if taken is None else _position(operand(op), shape, axis, taken[0], kept=True)
 
 
+class _Positions:
+    """The positions that the values of a graph are. Each is found once."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._found: dict[Value, Position | None] = {}
+
+    def of(self, value: Value) -> Position | None:
+        if value not in self._found:
+            self._found[value] = position(self._graph, value)
+        return self._found[value]
+
+
 def first_of_all(graph: Graph, values: Sequence[Value]) -> Position | None:
     """The position of the first of ``values``, if they are positions 0, 1, … of one tensor; else None."""
     found = [position(graph, v) for v in values]
@@ -99,23 +113,34 @@ class Step:
 class Steps:
     """The pointwise operators that compute ``results``. Each is assigned to the earliest step that can compute it."""
 
-    def __init__(self, graph: Graph, results: Sequence[Value], backward: bool):
-        self.graph, self.backward = graph, backward
+    def __init__(self, graph: Graph, results: Sequence[Value]):
+        self.graph, self.backward = graph, False
+        self._known = graph.kept(_Positions)  # one for all steps: each walks through the steps before it
         self.time: dict[Value, int] = {}
         """Value -> its step; -1 if it depends on no sequence."""
         self.positions: dict[Value, Position] = {}
-        order = list(self._inner(results))
+        self._order = list(self._inner(results))
         indices: dict[tuple[Value, int, tuple[int, ...]], set[int]] = {}
         for found in self.positions.values():
             indices.setdefault(found.sequence, set()).add(found.index)
         self.count = max((len(each) for each in indices.values()), default=0)
         self.positions = {v: p for v, p in self.positions.items() if 2 * len(indices[p.sequence]) > self.count}
         """Values that are positions of sequences. A position that all steps read is an ordinary operand."""
+        self._set_times()
+
+    def turned(self) -> Steps:
+        """The same operators, if the steps begin at the last positions."""
+        other = copy(self)
+        other.backward, other.time = not self.backward, {}
+        other._set_times()
+        return other
+
+    def _set_times(self) -> None:
         last = max((p.index for p in self.positions.values()), default=0)
-        for value in order:
+        for value in self._order:
             if value in self.positions:
                 index = self.positions[value].index
-                self.time[value] = last - index if backward else index
+                self.time[value] = last - index if self.backward else index
             elif self._computes(value):
                 self.time[value] = max((self.time.get(v, -1) for v in self._reads(value)), default=-1)
 
@@ -138,7 +163,7 @@ class Steps:
             if value in seen:
                 continue
             seen.add(value)
-            if (found := position(self.graph, value)) is not None:
+            if (found := self._known.of(value)) is not None:
                 self.positions[value] = found
                 yield value
             elif self._computes(value):

@@ -123,3 +123,32 @@ def test_loops_that_only_their_count_ends() -> None:
     )  # fmt: skip
     nodes = [node("Loop", "n - x", "y", body=ends)]
     check_untouched(CountedLoops(), import_model(model(nodes, [("x", F, [2])], [("y", F, [2])], n=3)))
+
+
+def bounded(end: Any = 5, limit: int | None = None, join: str = "And") -> Graph:
+    """``while k < end and sum(v) < most``: a counter bounds the number of iterations, and computed values may end it before."""
+    inner = helper.make_graph(
+        [node("Add", "k one", "next_k"), node("Less", "next_k end", "left"), node("Mul", "v v", "next"),
+         node("ReduceSum", "next", "sum", keepdims=0), node("Less", "sum most", "small"), node(join, "left small", "both"),
+         node("Identity", "both", "go"), node("Identity", "next", "row")],
+        "body", ports(("i", I64, []), ("c", BOOL, []), ("k", I64, []), ("v", F, [2, 3])),
+        ports(("go", BOOL, []), ("next_k", I64, []), ("next", F, [2, 3]), ("row", F, [2, 3])),
+    )  # fmt: skip
+    inputs = [("x", F, [2, 3]), ("most", F, []), *([("end", I64, [])] if end == "input" else [])]
+    constants = {"first": np.array(0), "one": np.array(1), **({} if limit is None else {"limit": np.array(limit)})}
+    constants |= {} if end == "input" else {"end": np.array(end)}
+    loop = helper.make_node("Loop", ["" if limit is None else "limit", "", "first", "x"], ["", "y", "rows"], body=inner)
+    return import_model(model([loop], inputs, [("y", F, [2, 3]), ("rows", F, None)], **constants))
+
+
+@pytest.mark.parametrize("limit", [None, 9, 2**62])
+def test_a_counter_bounds_a_loop_that_data_may_end(limit: int | None) -> None:
+    after, _ = check_pass(CountedLoops(), bounded(limit=limit), changes=1, rules={"bounded_loop": 1})
+    (loop,) = after.of_kind("Loop")
+    assert after.constant_value(loop.input(0)) == 5
+    assert loop.attrs.body.graph.of_kind("And"), "the condition stays"
+
+
+@pytest.mark.parametrize("graph", [bounded(end="input"), bounded(limit=5), bounded(limit=4), bounded(join="Or")])
+def test_loops_that_no_counter_bounds(graph: Graph) -> None:
+    check_refused(CountedLoops(), graph, because="its condition depends on data")

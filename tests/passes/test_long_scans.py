@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
 from support.fallback import BOOL, I64, F, model, node
+from support.host import WHY_NOT
+from support.on_processor import compare_graph
 from support.simulated import check_simulated, kinds
 
 from optdnn.importers.onnx import import_model
@@ -113,6 +116,30 @@ def test_a_target_computes_it(graph: Any) -> None:
     program = check_simulated(graph(), "fp32")
     assert "PointwiseScan" in kinds(program)
     assert not [s for s in program.steps if s.executor == "host"]
+
+
+def delayed(length: int = LENGTH) -> Graph:
+    """A filter that reads its last two results: the state ``v`` becomes what the state ``u`` was."""
+    nodes = [node("Mul", "u half", "h"), node("Sub", "h v", "d"), node("Add", "d x", "y"), node("Identity", "u", "v1")]
+    inner = body(
+        [*nodes, node("Identity", "y", "u1")],
+        [("u", F, [2, 3]), ("v", F, [2, 3]), ("x", F, [2, 3])],
+        [("u1", F, [2, 3]), ("v1", F, [2, 3]), ("y", F, [2, 3])],
+    )
+    whole = node("Scan", "u0 v0 xs", "last before ys", body=inner, num_scan_inputs=1)
+    inputs = [("u0", F, [2, 3]), ("v0", F, [2, 3]), ("xs", F, [length, 2, 3])]
+    outputs = [("ys", F, None), ("last", F, None), ("before", F, None)]
+    return import_model(model([whole], inputs, outputs, half=np.array(0.5, np.float32)))
+
+
+def test_a_state_that_another_state_becomes() -> None:
+    after, _ = check_pass(LongScans(), delayed(), changes=1)
+    assert not after.of_kind("Scan")
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+def test_the_kernel_exchanges_states_at_once(tmp_path: Path) -> None:
+    compare_graph(delayed(), "fp32", tmp_path)
 
 
 PRODUCT = [node("Mul", "s a", "m"), node("MatMul", "m z", "t"), node("Tanh", "t", "y")]

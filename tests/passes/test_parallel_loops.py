@@ -65,7 +65,7 @@ def test_iterations_are_computed_together(nodes: str, result: str, added: dict[s
         ({"yes": "maybe"}, "not as many as the rows"),
         ({"on": "maybe"}, "a condition that it computes may end it"),
         ({"nodes": "f = Cast<to = 1>(number) y = Add(x, f)"}, "reads its number"),
-        ({"nodes": "y = Softmax(x)"}, "its Softmax cannot have one more axis"),
+        ({"nodes": "y = LpNormalization(x)"}, "its LpNormalization cannot have one more axis"),
         ({"nodes": "k = NonZero(x) g = Cast<to = 1>(k) h = ReduceMax<keepdims = 0>(g) y = Add(x, h)"},
          "its NonZero has sizes that are not known"),
     ],

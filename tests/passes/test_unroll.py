@@ -161,7 +161,7 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
         (loop, "its number of iterations is not known"),
         (lambda: loop("Not", trips=3), "its condition depends on data"),
         (lambda: loop(trips=0), "it runs zero times, but stacks results"),
-        (lambda: loop(trips=257), "it runs 257 times; 256 are unrolled"),
+        (lambda: loop(trips=1025), "it runs 1025 times; 1024 are unrolled"),
         (lambda: scan("n"), "its number of iterations is not known"),
         (branch, "the values of small inputs, for which an engine makes plans"),
         (lambda: branches(("Gather", "x i")), "an operator that may fail where it is not taken"),
@@ -196,3 +196,23 @@ def test_a_loop_on_the_host_costs_its_iterations() -> None:
     assert cost(loop(), "Loop") < 10 * NUMPY_US  # the number of iterations depends on data
     assert cost(scan(8), "Scan") == pytest.approx(2 * cost(scan(4), "Scan"), rel=0.2)
     assert cost(branch(), "If") < 3 * NUMPY_US
+
+
+def chosen(rows: int) -> Graph:
+    """An If whose branch takes the row of the best of five scores from a table."""
+    best = [node("ArgMax", "scores", "best", axis=0, keepdims=1), node("Squeeze", "best", "token")]
+    then = body([node("Gather", "table token", "row", axis=0)], [], [("row", F, [3])])
+    other = body([node("Neg", "x", "n")], [], [("n", F, [3])])
+    nodes = [node("Greater", "a b", "which"), node("If", "which", "y", then_branch=then, else_branch=other)]
+    inputs = [("x", F, [3]), ("a", F, []), ("b", F, []), ("scores", F, [5]), ("table", F, [rows, 3])]
+    return import_model(model([*best, *nodes], inputs, [("y", F, [3])]))
+
+
+@pytest.mark.parametrize("rows", [5, 6])
+def test_a_branch_that_takes_the_best_row_cannot_fail(rows: int) -> None:
+    after, _ = check_pass(Unroll(), chosen(rows), changes=1, rules={"both_branches": 1}, context=GPU)
+    assert not after.of_kind("If")
+
+
+def test_the_best_of_more_numbers_than_rows_may_fail() -> None:
+    check_refused(Unroll(), chosen(4), because="may fail where it is not taken", context=GPU)
