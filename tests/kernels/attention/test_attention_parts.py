@@ -208,6 +208,23 @@ def test_numbers_of_all_sizes_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("zeros", ["q", "k", "qk"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_zeros_see_all_keys_alike_on_a_gpu(zeros: str, causal: bool, tmp_path: Path) -> None:
+    """Scores of zeros are zero also where keys are hidden, behind the last one or in causal order."""
+    problem = apart(1, 2, 150, 150, 64, causal=causal, dtype="float32")
+    case = Case(problem)
+    for name in zeros:
+        case.operands[name][...] = 0
+    v = case.operands["v"].reshape(2, 150, 64).astype(np.float64)
+    mean = np.broadcast_to(v.mean(axis=1, keepdims=True), v.shape)
+    case.want = (np.cumsum(v, axis=1) / np.arange(1, 151)[:, None] if causal else mean)[None]
+    for config in kernel.candidates(problem, H200, limit=4):
+        got = seen(result(case, config, tmp_path).view(np.float32)[32:], problem.out, case.want.shape)
+        np.testing.assert_allclose(got, case.want, rtol=0, atol=4e-6)
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_no_number_spoils_no_other_query_on_a_gpu(value: float, tmp_path: Path) -> None:
     """Key 90 is seen by queries from 90 on, in causal order. The queries before have their results."""
