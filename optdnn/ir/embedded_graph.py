@@ -51,7 +51,7 @@ def held(program: Program) -> Graph:
         raise EngineError("the engine does not hold its graph", hint="build it again from its model")
     try:
         return _graph_from_plain(table, program)
-    except (KeyError, TypeError, ValueError, IndexError, InternalError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, InternalError) as error:
         raise EngineError(
             f"the engine's graph is not one of this version of optdnn: {error}",
             hint="build the engine again from its model",
