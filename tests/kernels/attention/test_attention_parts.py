@@ -130,6 +130,27 @@ def test_operators_that_the_tactic_refuses(
     assert all(reason in r for r in refused)
 
 
+@pytest.mark.parametrize("window", [{"left_window_size": 1 << 40}, {"right_window_size": (1 << 31) - 1}])
+@pytest.mark.parametrize("others", [{}, {"lengths": True}, {"past": 20, "length": 4, "mask": "short"}])
+def test_positions_of_wide_windows_do_not_overflow(
+    window: dict[str, int], others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, launch = list[Problem](), kernel.launch
+
+    def recorded(problem: Problem, *rest: Any) -> Any:
+        problems.append(problem)
+        return launch(problem, *rest)
+
+    monkeypatch.setattr(kernel, "launch", recorded)
+    check_simulated(attention(**window, **others), "fp32", target="cuda:sm_90a")
+    (p,) = problems
+    last = p.keys - 1
+    if p.causal:
+        assert last <= p.causal_offset - p.from_end * p.queries < 1000, "the first query sees the last key"
+    else:
+        assert p.queries + p.causal_offset - 1 <= p.reach < 1000, "the last query sees the first key"
+
+
 # ---------------------------------------------------------------- under NVRTC
 
 
