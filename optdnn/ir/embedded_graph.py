@@ -255,7 +255,7 @@ def _check_size(table: Mapping[str, Any], program: Program) -> None:
     types = (row[4][0] for row in table["ops"] if row[1] == "Constant")
     needed = sum(max(0, _size(shape)) * DTYPES[dtype].itemsize for _, dtype, shape, *_ in types)
     if needed > MOST_TIMES * sum(blob.nbytes for blob in program.blobs) + FOLDED_BYTES.value:
-        raise ValueError(f"its constants have {needed} bytes, far more than its weights")
+        raise ValueError(f"its constants have {needed} bytes, far more than its weights ({FOLDED_BYTES.hint})")
 
 
 def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:

@@ -14,10 +14,13 @@ from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sequence_cases import attention
 from support.simulated import check_simulated, lowered, refusals, tactics
 
+from optdnn.config import BuildOptions
 from optdnn.kernels.attention import fp32_kernel
 from optdnn.kernels.attention import parts_kernel as kernel
 from optdnn.kernels.attention.parts_kernel import Config
 from optdnn.kernels.attention.problem import HeadView, Problem
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.optimize import optimize
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
@@ -128,6 +131,15 @@ def test_operators_that_the_tactic_refuses(
     refused = refusals(lowered(build(), precision, target="cuda:sm_90a"), "attention_parts_sm90")
     assert refused
     assert all(reason in r for r in refused)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 128])
+def test_row_invariant_builds_take_one_kernel_for_all_batch_sizes(batch: int) -> None:
+    options = BuildOptions(target="simulate", precision="fp32", row_invariant=True)
+    graph = attention(batch=batch, length=20)
+    optimize(graph, options, "simulate")
+    program = lower_cuda(graph, options, H200, {})
+    assert set(tactics(program, "Attention")) == {"attention_parts_sm90"}
 
 
 @pytest.mark.parametrize("window", [{"left_window_size": 1 << 40}, {"right_window_size": (1 << 31) - 1}])
