@@ -9,6 +9,7 @@ per weight. Only constants that no step reads in these forms (biases in another 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
 from optdnn.ir.strips import contiguous, equal
 from optdnn.ir.weights_in_parts import WeightInParts, corrected, correction, digest, view_of, weights_of
+from optdnn.limits import FOLDED_BYTES
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
@@ -30,6 +32,8 @@ KEY = "graph"
 """The key in the program's ``meta``."""
 LARGE = 1 << 10
 """Constants of fewer bytes are stored as they are, without a search for a view."""
+MOST_TIMES = 4
+"""Most bytes of a graph's constants per byte of the blobs, apart from what constant folding may add: constants may share a blob."""
 
 
 def hold(graph: Graph, program: Program) -> Program:
@@ -51,7 +55,7 @@ def held(program: Program) -> Graph:
         raise EngineError("the engine does not hold its graph", hint="build it again from its model")
     try:
         return _graph_from_plain(table, program)
-    except (KeyError, TypeError, ValueError, IndexError, InternalError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, InternalError) as error:
         raise EngineError(
             f"the engine's graph is not one of this version of optdnn: {error}",
             hint="build the engine again from its model",
@@ -222,6 +226,7 @@ def _known_to_plain(known: Known | None) -> Plain:
 
 
 def _graph_from_plain(table: Mapping[str, Any], program: Program) -> Graph:
+    _check_size(table, program)
     graph = Graph(table["name"])
     for number, kind, attrs, inputs, outputs, src in table["ops"]:
         outs = []
@@ -236,6 +241,21 @@ def _graph_from_plain(table: Mapping[str, Any], program: Program) -> Graph:
     graph._ids = itertools.count(1 + max((row[0] for row in table["ops"]), default=-1))
     graph._order = [row[0] for row in table["ops"]]  # the order is stored, too: steps follow it
     return graph
+
+
+def _size(shape: Sequence[int]) -> int:
+    """The number of elements. Raises ValueError for more axes than NumPy has: their product alone could take long."""
+    if len(shape) > 64:
+        raise ValueError(f"a constant has {len(shape)} axes")
+    return math.prod(shape)
+
+
+def _check_size(table: Mapping[str, Any], program: Program) -> None:
+    """Raises ValueError if the constants need far more memory than the blobs: views may repeat elements."""
+    types = (row[4][0] for row in table["ops"] if row[1] == "Constant")
+    needed = sum(max(0, _size(shape)) * DTYPES[dtype].itemsize for _, dtype, shape, *_ in types)
+    if needed > MOST_TIMES * sum(blob.nbytes for blob in program.blobs) + FOLDED_BYTES.value:
+        raise ValueError(f"its constants have {needed} bytes, far more than its weights ({FOLDED_BYTES.hint})")
 
 
 def _constant(place: Any, type: TensorType, program: Program) -> ConstantAttrs:
@@ -256,6 +276,8 @@ def _from_view(place: Sequence[Any], shape: tuple[int, ...], program: Program) -
     number, offset, strides, *split = place
     blob = program.blobs[number]
     (parts,) = split or [shape]
+    if _size(parts) != _size(shape):
+        raise ValueError(f"a constant of {shape} is a view of {parts}")
     array = blob if strides is None else view_of(blob, offset, parts, strides)
     return contiguous(array).reshape(shape) if split else array
 

@@ -99,9 +99,20 @@ def weights_of(step: Step, program: Program, blobs: Sequence[Array]) -> Iterator
         first, rest, factors, *scales = (
             view(k) for k in (at, *range(after + number * each, after + (number + 1) * each))
         )
-        if not 1 <= factors.ndim < first.ndim or not 0 < channels <= first.shape[factors.ndim] or not order:
-            raise ValueError(f"weights in parts of {first.shape} have {channels} channels")
-        yield number, WeightInParts(first, rest, factors, scales[0] if scales else None, order, channels)
+        weight = WeightInParts(first, rest, factors, scales[0] if scales else None, order, channels)
+        _check(weight)
+        yield number, weight
+
+
+def _check(weight: WeightInParts) -> None:
+    """Raises ValueError if the views do not fit together: sums of views of other shapes may be far larger than these."""
+    first, factors, channels = weight.first, weight.factors, weight.channels
+    if not 1 <= factors.ndim < first.ndim or not 0 < channels <= first.shape[factors.ndim] or not weight.order:
+        raise ValueError(f"weights in parts of {first.shape} have {channels} channels")
+    rows = factors.ndim
+    wanted = (weight.rest, first.shape), (factors, first.shape[:rows]), (weight.scales, weight.shape[rows:])
+    if weight.size == 0 or any(view is not None and view.shape != shape for view, shape in wanted):
+        raise ValueError(f"the views of weights in parts of {first.shape} do not fit together")
 
 
 def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:

@@ -170,6 +170,13 @@ def damaged(table: Any) -> list[Any]:
     def constant_outside() -> None:
         constant[2] = [constant[2][0], 1 << 40, constant[2][2]]
 
+    def constant_of_repeated_elements() -> None:
+        constant[2] = [constant[2][0], 0, [0]]
+        constant[4][0][2] = [1 << 40]
+
+    def constant_of_a_larger_view() -> None:
+        constant[2] = [constant[2][0], 0, [0], [1 << 40]]
+
     def constant_of_another_blob() -> None:
         constant[2] = [10_000, 0, None]
 
@@ -182,10 +189,11 @@ def damaged(table: Any) -> list[Any]:
     def no_rows() -> None:
         del table["ops"]
 
-    return [constant_outside, constant_of_another_blob, unknown_attribute, missing_operand, no_rows]
+    large = constant_of_repeated_elements, constant_of_a_larger_view
+    return [*large, constant_outside, constant_of_another_blob, unknown_attribute, missing_operand, no_rows]
 
 
-@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("k", range(7))
 def test_damaged_graphs_are_refused(k: int) -> None:
     graph = small_optimized()
     program = hold(graph, lowered(graph))

@@ -259,7 +259,31 @@ def computed(attrs: dict[str, Any], reads: list[Any]) -> None:
     attrs["at"] = [0]
 
 
-@pytest.mark.parametrize("change", [no_order, many_channels, repeated_elements, computed])
+def no_elements(attrs: dict[str, Any], reads: list[Any]) -> None:
+    (at,) = attrs["at"]
+    operand, offset, shape, strides = reads[at]
+    reads[at] = [operand, offset, [*shape[:-1], 0], strides]
+
+
+def huge_order(attrs: dict[str, Any], reads: list[Any]) -> None:
+    attrs["order"] = [1 << 100]
+
+
+def sums_of_all_pairs(attrs: dict[str, Any], reads: list[Any]) -> None:
+    """Two views whose sum has the square of their size."""
+    (at,) = attrs["at"]
+    attrs["counts"] = [1 << 17]
+    for number, shape, strides in (
+        (at, [1, 1, 1 << 17], [0, 0, 1]),
+        (len(reads) - 2, [1, 1 << 17, 1], [0, 1, 0]),
+        (len(reads) - 1, [1, 1], [0, 0]),
+    ):
+        reads[number] = [reads[number][0], 0, shape, strides]
+
+
+@pytest.mark.parametrize(
+    "change", [no_order, many_channels, repeated_elements, computed, no_elements, huge_order, sums_of_all_pairs]
+)
 def test_malformed_launches_are_refused(change: Callable[[dict[str, Any], list[Any]], None]) -> None:
     """An engine may be hostile."""
     with pytest.raises(EngineError, match="not one of this version"):

@@ -45,5 +45,7 @@ class PartsAttention(Fp32Attention):
         return self._unsuitable(b, op, parts_kernel.Config(1, 16, 1, kept=False))
 
     def defer(self, b: Builder, op: Op) -> str | None:
+        if b.row_invariant:  # the faster one depends on the batch size, and they sum in different orders
+            return None
         other = Fp32Attention()
         return costlier(b, op, self, other) if other.refuse(b, op) is None else None

@@ -123,19 +123,21 @@ class HopperAttention(TakesAfter, ProblemTactic):
         """The kernel's problem. ``shapes``: shapes of queries, keys and values, without the past."""
         a: AttentionAttrs = op.attrs
         (batch, heads, rows, size), k, v = shapes
-        keys = k[2] + past
+        keys = most = k[2] + past
         if op.input(3) is not None:
             mask = mask or (0, 0, 0)
             keys = min(keys, b.graph.type(op.inputs[3]).static_shape[-1])  # type: ignore[arg-type]
-        # Number of keys after its own position that a query sees: 0 in causal order.
-        ahead = 0 if a.is_causal else a.right_window_size
+        # Number of keys after its own position that a query sees: 0 in causal order. A window that reaches further than there are
+        # queries and keys hides nothing more, and a kernel's positions must not overflow.
+        ahead = 0 if a.is_causal else min(a.right_window_size, rows + most)
+        behind = min(a.left_window_size, rows + most)
         lengths = op.input(6) is not None
         return Problem(
             batch, heads, rows, keys, size, size**-0.5 if a.scale is None else a.scale,
             q=views[0], k=views[1], v=views[2], out=views[3], dtype=map_dtype(op.outputs[0].type.dtype), key_heads=k[1],
             mask=mask, mask_period=period, mask_aligned=aligned, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
-            reach=a.left_window_size if a.left_window_size < 0 else a.left_window_size + max(0, ahead),
-            from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
+            reach=behind if behind < 0 else behind + max(0, ahead),
+            from_end=lengths and op.input(4) is None and (ahead >= 0 or behind >= 0), softcap=max(0.0, a.softcap),
             sinks=op.input(SINKS) is not None, rounded=has_tf32(op),
         )  # fmt: skip
 

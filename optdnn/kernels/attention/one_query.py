@@ -31,6 +31,8 @@ class OneQueryAttention(HopperAttention):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """The kernels of many queries are faster if they have enough blocks, or few keys."""
+        if b.row_invariant:  # the faster one depends on the batch size, and they sum in different orders
+            return None
         others = (t for t in (HopperAttention(), GeneralAttention()) if t.refuse(b, op) is None)
         return next((why for other in others if (why := costlier(b, op, self, other)) is not None), None)
 

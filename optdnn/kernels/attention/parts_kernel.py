@@ -1,7 +1,7 @@
 """Plans of the fused attention kernel of fp32 on Hopper (``attention_parts_sm90.cu``): wgmma on parts of fp16, or on numbers rounded to
 11 bits (tf32).
 
-It runs the problems of ``attention_fp32.cu`` with heads of up to 128 features.
+It runs the problems of ``attention_fp32.cu`` with heads of up to 256 features.
 """
 
 from __future__ import annotations

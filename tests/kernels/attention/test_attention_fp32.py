@@ -98,6 +98,26 @@ def test_a_row_whose_keys_all_have_the_least_finite_mask_is_their_mean(tmp_path:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_keys_are_hidden_where_the_unit_of_scores_underflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ``attention_parts_sm90.cu``, the unit of a query of zeros is 0. Then every key that it sees has the same weight."""
+    sources = nvrtc.Recipe.sources
+
+    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        name, unit = "attention_fp32.cu", "{1.0f, 1.0f}"
+        assert texts[name].count(unit) == 1
+        return {**texts, name: texts[name].replace(unit, "{0.0f, 0.0f}")}
+
+    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    problem = apart(1, 1, 20, 20, 16, causal=True, dtype="float32")
+    case = Case(problem)
+    raw = emulated_result(case, kernel.launch(problem, Config(2, 1, 16, 2), AMPERE), tmp_path)
+    v = case.operands["v"].reshape(20, 16)
+    case.want = (np.cumsum(v, axis=0) / np.arange(1, 21)[:, None])[None, None]
+    case.check(raw)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 def test_without_the_rests_it_would_not_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = nvrtc.Recipe.sources
 

@@ -17,10 +17,13 @@ from support.sequence_cases import attention
 from support.simulated import check_simulated, lowered, refusals, tactics
 from support.sweep import sweep
 
+from optdnn.config import BuildOptions
 from optdnn.kernels.attention import fp32_kernel
 from optdnn.kernels.attention import parts_kernel as kernel
 from optdnn.kernels.attention.parts_kernel import Config
 from optdnn.kernels.attention.problem import HeadView, Problem
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.optimize import optimize
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
@@ -131,6 +134,36 @@ def test_operators_that_the_tactic_refuses(
     refused = refusals(lowered(build(), precision, target="cuda:sm_90a"), "attention_parts_sm90")
     assert refused
     assert all(reason in r for r in refused)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 128])
+def test_row_invariant_builds_take_one_kernel_for_all_batch_sizes(batch: int) -> None:
+    options = BuildOptions(target="simulate", precision="fp32", row_invariant=True)
+    graph = attention(batch=batch, length=20)
+    optimize(graph, options, "simulate")
+    program = lower_cuda(graph, options, H200, {})
+    assert set(tactics(program, "Attention")) == {"attention_parts_sm90"}
+
+
+@pytest.mark.parametrize("window", [{"left_window_size": 1 << 40}, {"right_window_size": (1 << 31) - 1}])
+@pytest.mark.parametrize("others", [{}, {"lengths": True}, {"past": 20, "length": 4, "mask": "short"}])
+def test_positions_of_wide_windows_do_not_overflow(
+    window: dict[str, int], others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, launch = list[Problem](), kernel.launch
+
+    def recorded(problem: Problem, *rest: Any) -> Any:
+        problems.append(problem)
+        return launch(problem, *rest)
+
+    monkeypatch.setattr(kernel, "launch", recorded)
+    check_simulated(attention(**window, **others), "fp32", target="cuda:sm_90a")
+    (p,) = problems
+    last = p.keys - 1
+    if p.causal:
+        assert last <= p.causal_offset - p.from_end * p.queries < 1000, "the first query sees the last key"
+    else:
+        assert p.queries + p.causal_offset - 1 <= p.reach < 1000, "the last query sees the first key"
 
 
 # ---------------------------------------------------------------- under NVRTC
@@ -285,6 +318,23 @@ def test_numbers_of_all_sizes_on_a_gpu(tmp_path: Path) -> None:
         raw = result(case, config, tmp_path)
         got = seen(raw.view(np.float32)[32:], problem.out, case.want.shape)
         np.testing.assert_allclose(got, case.want, rtol=0, atol=2e-6 * np.abs(case.want).max())
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("zeros", ["q", "k", "qk"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_zeros_see_all_keys_alike_on_a_gpu(zeros: str, causal: bool, tmp_path: Path) -> None:
+    """Scores of zeros are zero also where keys are hidden, behind the last one or in causal order."""
+    problem = apart(1, 2, 150, 150, 64, causal=causal, dtype="float32")
+    case = Case(problem)
+    for name in zeros:
+        case.operands[name][...] = 0
+    v = case.operands["v"].reshape(2, 150, 64).astype(np.float64)
+    mean = np.broadcast_to(v.mean(axis=1, keepdims=True), v.shape)
+    case.want = (np.cumsum(v, axis=1) / np.arange(1, 151)[:, None] if causal else mean)[None]
+    for config in kernel.candidates(problem, H200, limit=4):
+        got = seen(result(case, config, tmp_path).view(np.float32)[32:], problem.out, case.want.shape)
+        np.testing.assert_allclose(got, case.want, rtol=0, atol=4e-6)
 
 
 @pytest.mark.hopper

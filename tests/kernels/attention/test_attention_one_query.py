@@ -14,17 +14,21 @@ from support.host import COMPILER, WHY_NOT
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.net import Net
 from support.quantized_nets import attention_network
+from support.sequence_cases import attention
 from support.simulated import check_not_taken, check_simulated, lowered, tactics
 from support.sweep import sweep
 
+from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.kernels.attention import cached_kernel
 from optdnn.kernels.attention import one_query_kernel as plans
 from optdnn.kernels.attention.cached_kernel import Config
 from optdnn.kernels.attention.problem import Problem
 from optdnn.kernels.megakernel.jobs import job_of
+from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
@@ -189,3 +193,12 @@ def test_it_is_no_job_of_a_megakernel() -> None:
     plans = [(s, launch) for s in program.steps if (launch := parse(s, program).launch) is not None]
     ((one, launch),) = ((s, x) for s, x in plans if program.kernels[x.kernel].function == "attention_cached")
     assert job_of(one, launch, program) == "it writes no row of a cache"
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("keys", [40, 1024])
+def test_row_invariant_builds_take_one_kernel_for_all_batch_sizes(batch: int, keys: int) -> None:
+    options = BuildOptions(target="simulate", precision="fp16", row_invariant=True)
+    graph = attention(batch=batch, length=1, keys=keys, size=64)
+    optimize(graph, options, "simulate")
+    assert set(tactics(lower_cuda(graph, options, of_arch("sm_90a"), {}), "Attention")) == {"attention_query"}

@@ -11,6 +11,8 @@ struct Params : Operands<float, float> {
 #endif
 };
 
+constexpr float LEAST_NORMAL = 1.17549435e-38f;
+
 // Base-2 exponents of a score, of a kernel without masks and softcaps; with them, the scale has been applied before.
 DEVICE float factor_of(const Params& p) { return MASK || SOFTCAP ? LOG2_E : p.scale * LOG2_E; }
 
@@ -90,7 +92,8 @@ struct Rows {
             shift[i] = now == -infinity() ? 0.0f : now;
             rescale[i] = exp2_fast((maximum[i] - shift[i]) * factor);
             maximum[i] = now;
-            own_factor[i] = unit[i] * factor, start[i] = fmaf(-shift[i], factor, float(START));
+            // Of zeros, ``unit`` may underflow. The factor must not be 0, which would make a hidden score of -inf NaN.
+            own_factor[i] = fmaxf(unit[i] * factor, LEAST_NORMAL), start[i] = fmaf(-shift[i], factor, float(START));
         }
         #pragma unroll
         for (int j = 0; j < EIGHTS; j++)
