@@ -107,8 +107,11 @@ def test_import_and_passes_are_fast_and_linear() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [wide, transposed])
 def test_unusual_shapes_of_graphs_are_linear_too(make: Callable[[int], Graph]) -> None:
-    taken = {}
-    for count in (250, 1000):
-        graph = make(count)
-        taken[count] = seconds(lambda graph=graph: run_pipeline(graph.copy(), PIPELINE(3, "reference")))
-    assert taken[1000] / 1000 <= GROWTH * taken[250] / 250, taken
+    graphs, taken = {count: make(count) for count in (250, 1000)}, dict.fromkeys((250, 1000), float("inf"))
+    for _ in range(4):  # a processor that others use may be slow for one of the two
+        for count, graph in graphs.items():
+            again = seconds(lambda graph=graph: run_pipeline(graph.copy(), PIPELINE(3, "reference")))
+            taken[count] = min(taken[count], again)
+        if taken[1000] / 1000 <= GROWTH * taken[250] / 250:
+            return
+    raise AssertionError(taken)
