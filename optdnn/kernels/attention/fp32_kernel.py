@@ -13,7 +13,7 @@ import math
 from optdnn.kernels.attention import general_kernel as general
 from optdnn.kernels.attention.general_kernel import Config
 from optdnn.kernels.attention.problem import Problem, mask_width
-from optdnn.kernels.launch import Launch, no_room, template_options
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -92,13 +92,18 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("attention_fp32.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands are the general kernel's, in fp32; ``narrow`` is ignored: the result is never 8-bit."""
+def operands(problem: Problem) -> Parameters:
+    """The parameters of a kernel of fp32: the general kernel's, and the scale."""
     parameters = general.operands(problem)
     parameters.f32(problem.scale, problem.cap[0], problem.softcap)
-    parameters.pointer(*(("sinks",) if problem.sinks else ()))
+    return parameters.pointer(*(("sinks",) if problem.sinks else ()))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
+    """The launch. Operands are the general kernel's, in fp32; ``narrow`` is ignored: the result is never 8-bit."""
+    parameters = operands(problem)
     made = recipe(problem, config, gpu.arch)
-    grid = general.grid_of(problem, config)
+    grid = general.grid_of(problem, config.queries)
     return parameters.launch(made, "attention_fp32", grid, config.threads, shared=shared_bytes(problem, config))
 
 
@@ -109,7 +114,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (256, 128))
     rows, keys, wide = 16, config.keys // config.split, head(problem)
-    blocks = math.prod(general.grid_of(problem, config))
+    blocks = math.prod(general.grid_of(problem, config.queries))
     # Warps of a block that have queries.
     working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks * config.split
     resident = general.blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))

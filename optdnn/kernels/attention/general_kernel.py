@@ -166,9 +166,9 @@ def sinks(problem: Problem) -> dict[str, int]:
     return {"SINKS": 1} if problem.sinks else {}
 
 
-def grid_of(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks along queries, heads and the batch."""
-    return -(-problem.queries // config.queries), problem.heads, problem.batch
+def grid_of(problem: Problem, queries: int) -> tuple[int, int, int]:
+    """Blocks along queries (``queries`` each), heads and the batch."""
+    return -(-problem.queries // queries), problem.heads, problem.batch
 
 
 def operands(problem: Problem) -> Parameters:
@@ -200,7 +200,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     return parameters.launch(
         recipe(problem, config, gpu.arch),
         "attention_sm80",
-        grid_of(problem, config),
+        grid_of(problem, config.queries),
         config.threads,
         shared=shared_bytes(problem, config),
     )
@@ -215,7 +215,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (512, 128))
     rows, keys, wide, split = 16 * config.tiles, config.keys, head(problem, config), config.split
-    blocks = math.prod(grid_of(problem, config))
+    blocks = math.prod(grid_of(problem, config.queries))
     working = (
         -(-problem.queries // rows) * problem.heads * problem.batch / blocks * split
     )  # warps of a block that have queries
@@ -252,7 +252,7 @@ def tile_cycles(config: Config, units: Sequence[float], alone: float, held: int)
 def launch_seconds(problem: Problem, config: Config, device: GpuFacts, tile: float, resident: int, wide: int) -> float:
     """Seconds of a launch with heads of ``wide`` features; a tile of keys takes ``tile`` cycles."""
     keys = config.keys
-    tiles, blocks = -(-problem.keys // keys), math.prod(grid_of(problem, config))
+    tiles, blocks = -(-problem.keys // keys), math.prod(grid_of(problem, config.queries))
     waves = blocks / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0

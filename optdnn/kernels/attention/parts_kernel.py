@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.attention import general_kernel as general
-from optdnn.kernels.attention.fp32_kernel import UNIT
-from optdnn.kernels.attention.problem import Problem, mask_width
+from optdnn.kernels.attention.fp32_kernel import UNIT, operands
+from optdnn.kernels.attention.problem import Problem, mask_width, span_of
 from optdnn.kernels.launch import BLOCK_SHARED, Launch, no_room, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
@@ -60,11 +60,6 @@ def head(problem: Problem) -> int:
     return -(-problem.widest // unit) * unit
 
 
-def span(problem: Problem) -> int:
-    """Bytes per row of a subtile in shared memory."""
-    return next(n for n in (128, 64, 32) if head(problem) * 2 % n == 0)
-
-
 def columns(problem: Problem) -> int:
     """Features of values that are multiplied at a time: their sums take registers."""
     return 64 if head(problem) > 96 else head(problem)
@@ -101,9 +96,8 @@ def register_limit(problem: Problem, config: Config) -> int:
 def registers(problem: Problem, config: Config) -> int:
     """Registers that a multiplying thread needs."""
     wide, own = head(problem), parts(problem)
-    sums = max(config.keys / 4 * own + columns(problem) / 2, config.keys / 2 + 8) + (
-        config.keys / 4 if config.keys > 64 else 0
-    )
+    sums = max(config.keys / 4 * own + columns(problem) / 2, config.keys / 2 + 8)
+    sums += config.keys / 4 if config.keys > 64 else 0
     kept = wide / 4 * own if config.kept else 0
     mask = 12 if problem.mask is not None else 0
     order = 8 if problem.causal or problem.reach >= 0 or problem.softcap else 0
@@ -138,7 +132,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """The kernel's recipe. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
     wide = head(problem)
     defines = {
-        "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "HEAD": wide, "COLUMNS": columns(problem), "SPAN": span(problem),
+        "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "HEAD": wide, "COLUMNS": columns(problem), "SPAN": span_of(wide),
         "KEEP": int(config.kept), "REGISTERS": register_limit(problem, config), "LOADING_REGISTERS": loading_registers(problem, config),
         "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "SOFTCAP": int(problem.softcap > 0),
         "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "ROUNDED": int(problem.rounded), "SHARED_BYTES": shared_bytes(problem, config), **general.sinks(problem),
@@ -156,21 +150,13 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands are the general kernel's, in fp32; ``narrow`` is ignored: the result is never 8-bit."""
-    parameters = general.operands(problem)
-    parameters.f32(problem.scale, problem.cap[0], problem.softcap)
-    parameters.pointer(*(("sinks",) if problem.sinks else ()))
-    return parameters.launch(
+    return operands(problem).launch(
         recipe(problem, config, gpu.arch),
         "attention_parts_sm90",
-        grid_of(problem, config),
+        general.grid_of(problem, config.queries),
         config.threads,
         shared=shared_bytes(problem, config),
     )
-
-
-def grid_of(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks along queries, heads and the batch."""
-    return -(-problem.queries // config.queries), problem.heads, problem.batch
 
 
 def order_of_sums(config: Config) -> tuple[int, ...]:
@@ -197,7 +183,7 @@ problems on an H200: 8 % off (median); the first choices are 2.4 % behind the be
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     wide, own, keys = head(problem), parts(problem), config.keys
-    waves = math.prod(grid_of(problem, config)) / (device.multiprocessors * config.blocks)
+    waves = math.prod(general.grid_of(problem, config.queries)) / (device.multiprocessors * config.blocks)
     held = config.blocks if waves >= 1 else min(config.blocks, math.ceil(waves * config.blocks))
     products = (2 * own - 1) * keys * wide / 16
     chain = CHAIN + keys * (CHAIN_KEY + (CHAIN_MASK if problem.mask is not None else 0))

@@ -123,13 +123,18 @@ class Problem:
     @property
     def span(self) -> int:
         """Bytes per row of a subtile in shared memory."""
-        return next(span for span in (128, 64, 32) if self.head * 2 % span == 0)
+        return span_of(self.head)
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)
         return self.item * self.batch * (self.features + self.values) * rows
+
+
+def span_of(head: int) -> int:
+    """Bytes per row of a subtile in shared memory, of 16-bit heads of ``head`` features."""
+    return next(span for span in (128, 64, 32) if head * 2 % span == 0)
 
 
 def unsuitable(problem: Problem, unit: int, most: int) -> str | None:

@@ -224,7 +224,7 @@ def emulated_result(case: Case, config: Config, folder: Path) -> np.ndarray:
     """The bytes of the result, computed by emulated warps."""
     made = kernel.launch(case.problem, config, H200)
     products = (HERE / "host_attention.hpp").read_text(encoding="utf-8")
-    first, headers = ("fp16_parts.cuh",), ("attention_mma.cuh", "attention_fp32.cuh")
+    first, headers = ("fp16_parts.cuh",), ("attention_mma.cuh", "attention_fp32.cuh", "attention_tiles.cuh")
     library = emulated.compiled(made.recipe, made.function, folder, rendered=products, first=first, headers=headers)
     return emulated_bytes(case, made, library)
 

@@ -23,6 +23,7 @@
 #include "generated.cuh"
 #include "fp16_parts.cuh"
 #include "attention_fp32.cuh"
+#include "attention_tiles.cuh"
 
 constexpr int PARTS = ROUNDED ? 1 : 2, START = 14, AHEAD = 2;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128, QUERIES = WARPGROUPS * 64, EIGHTS = BLOCK_KEYS / 8, STEPS = HEAD / 16;
@@ -55,16 +56,8 @@ struct Room {
     __device__ __forceinline__ u32 raw(int i, int slot) const { return tile(2, 0) + (i * AHEAD + slot) * RAW_BYTES; }
 };
 
-DEVICE u32 swizzled(u32 offset) { return offset ^ (((offset >> 7) & (SPAN / 16 - 1)) << 4); }
 // Where feature ``feature`` of row ``row`` is in an operand whose subtiles have ``subtile`` bytes.
 DEVICE u32 place_of(int row, int feature, u32 subtile) { return feature * 2 / SPAN * subtile + swizzled(row * SPAN + feature * 2 % SPAN); }
-// Descriptor of an operand ``units`` of 16 bytes further. The upper word is unchanged: with 64-bit additions, products wait for carries.
-DEVICE u64 later(u64 descriptor, u32 units) { return (descriptor >> 32 << 32) | (u32(descriptor) + units); }
-// Descriptor of values: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles are contiguous.
-DEVICE u64 value_descriptor(u32 address) {
-    constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
-    return (swizzle << 62) | (u64((8 * SPAN) >> 4) << 32) | (u64(SUBTILE >> 4) << 16) | u64((address & 0x3ffff) >> 4);
-}
 
 // Keys or values of a head: the next number that a thread divides. Rows are ``position`` numbers apart.
 struct Source {
@@ -208,7 +201,7 @@ DEVICE void multiply_values(float (&sums)[COLUMNS / 2], const Weights& a, u32 va
     auto product = [&](int of_weights, int of_values, bool begin) {
         #pragma unroll
         for (int k = 0; k < BLOCK_KEYS / 16; k++)
-            wgmma_features(sums, a.parts[of_weights][k], later(value_descriptor(values + of_values * PART_BYTES), k * SPAN), !(begin && k == 0));
+            wgmma_features(sums, a.parts[of_weights][k], later(value_descriptor<SUBTILE>(values + of_values * PART_BYTES), k * SPAN), !(begin && k == 0));
     };
     if (PARTS == 2) product(1, 0, true), product(0, 1, false);
     product(0, 0, PARTS == 1);

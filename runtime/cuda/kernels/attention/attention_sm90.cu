@@ -36,6 +36,7 @@
 #include "generated.cuh"
 #include "mma.cuh"
 #include "narrow.cuh"
+#include "attention_tiles.cuh"
 
 #define TILED_MASK 8
 
@@ -151,16 +152,8 @@ DEVICE int keys_of(const Params& p, const Item& item) {
     return HAS_LENGTHS ? min(p.key_count, max(p.lengths[item.batch], 0)) : p.key_count;
 }
 
-// Descriptor of an MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles are contiguous.
-DEVICE u64 value_descriptor(u32 address) {
-    constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
-    return (swizzle << 62) | (u64((8 * SPAN) >> 4) << 32) | (u64(KEY_SUBTILE >> 4) << 16) | u64((address & 0x3ffff) >> 4);
-}
-// Descriptor of an operand ``units`` of 16 bytes further. The upper word is unchanged: with 64-bit additions, products wait for carries.
-DEVICE u64 later(u64 descriptor, u32 units) { return (descriptor >> 32 << 32) | (u32(descriptor) + units); }
 // A value that is equal in all lanes, which the compiler cannot know. It then computes descriptors once per warp.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
-DEVICE u32 swizzled(u32 offset) { return offset ^ (((offset >> 7) & (SPAN / 16 - 1)) << 4); }
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -298,7 +291,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     auto multiply_values = [&] {
         barrier_wait(at.value_full + 8 * behind, behind_parity);
         wgmma_fence();
-        const u64 b = value_descriptor(at.values + uniform(behind) * KEY_BYTES);
+        const u64 b = value_descriptor<KEY_SUBTILE>(at.values + uniform(behind) * KEY_BYTES);
         #pragma unroll
         for (int k = 0; k < BLOCK_KEYS / 16; k++)
             wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], later(b, k * SPAN));
