@@ -47,6 +47,7 @@ class Signature:
         self.bounds = dict(bounds or {})
         """Input -> the least and the largest of the positions or lengths that it may hold."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
+        self._out = {s.name: s for s in outputs}
 
     @classmethod
     def of(cls, program: Program) -> Signature:
@@ -173,24 +174,27 @@ class Signature:
         """
         if not isinstance(out, Mapping):
             raise InputError(f"out must map output names to arrays, not {type(out).__name__}")
-        specs = {s.name: s for s in self.outputs}
-        unknown = [str(n) for n in out if n not in specs]
-        if unknown:
+        if not out.keys() <= self._out.keys():
+            unknown = [str(n) for n in out if n not in self._out]
             raise InputError(
                 f"there is no output {', '.join(map(repr, unknown))}; the engine gives {show(self.outputs)}"
             )
-        given: list[Array] = []
+        others = list(arrays)
         for name, a in out.items():
-            self._check_out(specs[name], a, sizes)
-            if any(np.may_share_memory(a, other) for other in (*arrays, *given)):
-                raise InputError(
-                    f"the buffer for output {name!r} overlaps an input or another output buffer",
-                    hint="give each its own memory",
-                )
-            given.append(a)
-        return [out.get(s.name) for s in self.outputs]
+            self._check_out(self._out[name], a, sizes)
+            for other in others:
+                if np.may_share_memory(a, other):
+                    raise InputError(
+                        f"the buffer for output {name!r} overlaps an input or another output buffer",
+                        hint="give each its own memory",
+                    )
+            others.append(a)
+        return [out.get(name) for name in self._out]
 
     def _check_out(self, spec: TensorSpec, a: Any, sizes: Mapping[str, int]) -> None:
+        shape = tuple([d if isinstance(d, int) else sizes.get(d, d) for d in spec.shape])
+        if isinstance(a, np.ndarray) and a.dtype == spec.dtype and a.flags.carray and a.shape == shape:
+            return
         what = f"the buffer for output {spec.name!r}"
         if not isinstance(a, np.ndarray):
             raise InputError(f"{what} is a {type(a).__name__}, not a NumPy array")
@@ -201,7 +205,7 @@ class Signature:
             raise InputError(f"{what} is read-only")
         if not flags.c_contiguous or not flags.aligned:
             raise InputError(f"{what} is not C-contiguous and aligned", hint="allocate it with np.empty")
-        if not agree([d if isinstance(d, int) else sizes.get(d, d) for d in spec.shape], a.shape):
+        if not agree(shape, a.shape):
             raise InputError(f"{what} has shape {list(a.shape)}; the output is {spec}")
 
     # ------------------------------------------------------------------ refusals

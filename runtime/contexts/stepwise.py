@@ -178,10 +178,10 @@ class Context(HostContext):
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Array]:
-        if self._whole is not None and out is None and stream is None:
+        if self._whole is not None and stream is None:
             if self.program.file is not None:
                 self.program.file.check()
-            return self._run_whole(self._whole, feeds)
+            return self._run_whole(self._whole, feeds, out)
         return super().run(feeds, out, stream)
 
     @property
@@ -218,18 +218,21 @@ class Context(HostContext):
         except MemoryError as e:
             raise RunError(f"the inputs or outputs do not fit in memory: {e}", hint="use a smaller batch") from e
 
-    def _run_whole(self, run: Callable[..., Sequence[Array]], feeds: Mapping[str, Any]) -> dict[str, Array]:
+    def _run_whole(
+        self, run: Callable[..., Sequence[Array]], feeds: Mapping[str, Any], out: Mapping[str, Any] | None
+    ) -> dict[str, Array]:
         """:meth:`run` of a program with a single step: the same checks and errors, without the bookkeeping, which would take a
         third of a small network's time. The lists are made by loops, which are faster here than zip and comprehensions."""
         lock = self._alone.lock
         if not lock.acquire(False):
             self._alone.__enter__()  # this raises the error
         try:
-            if self._repeated is not None and (known := self._repeated.run(feeds)) is not None:
+            if out is None and self._repeated is not None and (known := self._repeated.run(feeds)) is not None:
                 return known
             arrays = self._inputs(feeds)
+            outs = self._no_outs if out is None else self._outs(out, arrays)
             try:
-                results = run(arrays, self._no_outs)
+                results = run(arrays, outs)
             except OptdnnError:
                 raise
             except Exception as e:
@@ -242,14 +245,32 @@ class Context(HostContext):
                         break  # another size, or one that depends on data
                     named[name] = a
                 else:
+                    if out is not None:
+                        return self._handed(results, outs)
                     self._alike += 1
                     if self._alike == REPEATS:
                         self._repeated = self._prepare(arrays, named)
                     return named
             self._check(0, self.program.steps[0].outputs, results)
-            return {name: results[k] for name, k, _, _ in self._exact}
+            return self._handed(results, outs)
         finally:
             lock.release()
+
+    def _outs(self, out: Mapping[str, Any], arrays: Sequence[Array]) -> list[Array | None]:
+        """The caller's buffers, checked, in the order of the single step's results."""
+        given = self.signature.out_buffers(out, self._sizes, arrays)
+        outs: list[Array | None] = [None] * len(given)
+        for (_, k, _, _), buffer in zip(self._exact, given, strict=True):
+            outs[k] = buffer
+        return outs
+
+    def _handed(self, results: Sequence[Array], outs: Sequence[Array | None]) -> dict[str, Array]:
+        """The single step's results by name, those with a buffer of the caller in it."""
+        named: dict[str, Array] = {}
+        for spec, (name, k, _, _) in zip(self.signature.outputs, self._exact, strict=True):
+            a, buffer = results[k], outs[k]
+            named[name] = a if buffer is None or buffer is a else hand_over(spec, a, buffer)
+        return named
 
     def _prepare(self, arrays: Sequence[Array], results: Mapping[str, Array]) -> Repeated | None:
         """The repeated call for shapes that have come several times, if the session offers one; otherwise the current one."""

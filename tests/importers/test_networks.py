@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.known_sizes import unknown_shape_arithmetic
+from support.processor import assert_linear, assert_quick, seconds
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
@@ -98,14 +99,8 @@ def chain(n: int) -> onnx.ModelProto:
 
 @pytest.mark.slow
 def test_import_is_linear_and_quick():
-    seconds = {}
-    for n in (1000, 4000):
-        model, times = chain(n), []
-        for _ in range(3):  # the fastest run: collecting the garbage of other tests would count as well
-            start = time.process_time()
-            graph = import_model(model)
-            times.append(time.process_time() - start)
-        seconds[n] = min(times)
-        assert len(graph) == n
-    assert seconds[4000] < 4.0
-    assert seconds[4000] < 8 * seconds[1000] + 0.1  # quadratic time would be 16 times
+    models = {n: chain(n) for n in (1000, 4000)}
+    for n, model in models.items():
+        assert len(import_model(model)) == n
+    assert_quick(lambda: seconds(partial(import_model, models[4000])), 4.0)
+    assert_linear({n: partial(import_model, model) for n, model in models.items()}, 2.2)  # quadratic time: 4

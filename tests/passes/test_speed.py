@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.net import Net
+from support.processor import assert_linear, assert_quick, seconds
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
@@ -83,35 +83,20 @@ def transposed(count: int) -> Graph:
     return n.done(x)
 
 
-def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """The smallest processor time of a few runs."""
-    best = float("inf")
-    for _ in range(repeats):
-        gc.collect()
-        start = time.process_time()
-        work()
-        best = min(best, time.process_time() - start)
-    return best
-
-
 @pytest.mark.slow
 def test_import_and_passes_are_fast_and_linear() -> None:
-    taken = {}
-    for count in (250, 2000):
-        data = residual_model(count)
-        taken[count] = seconds(lambda data=data: run_pipeline(import_model(data), PIPELINE(3, "reference")))
-    assert taken[2000] <= SECONDS_PER_2000, taken
-    assert taken[2000] / 2000 <= GROWTH * taken[250] / 250, taken
+    def work(data: bytes) -> object:
+        return run_pipeline(import_model(data), PIPELINE(3, "reference"))
+
+    models = {count: residual_model(count) for count in (250, 2000)}
+    assert_quick(lambda: seconds(partial(work, models[2000])), SECONDS_PER_2000)
+    assert_linear({count: partial(work, data) for count, data in models.items()}, GROWTH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [wide, transposed])
 def test_unusual_shapes_of_graphs_are_linear_too(make: Callable[[int], Graph]) -> None:
-    graphs, taken = {count: make(count) for count in (250, 1000)}, dict.fromkeys((250, 1000), float("inf"))
-    for _ in range(4):  # a processor that others use may be slow for one of the two
-        for count, graph in graphs.items():
-            again = seconds(lambda graph=graph: run_pipeline(graph.copy(), PIPELINE(3, "reference")))
-            taken[count] = min(taken[count], again)
-        if taken[1000] / 1000 <= GROWTH * taken[250] / 250:
-            return
-    raise AssertionError(taken)
+    def work(graph: Graph) -> object:
+        return run_pipeline(graph.copy(), PIPELINE(3, "reference"))
+
+    assert_linear({count: partial(work, make(count)) for count in (250, 1000)}, GROWTH)

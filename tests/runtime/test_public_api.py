@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import mlp
+from support.processor import assert_quick
 
 import optdnn
 from optdnn import Engine
@@ -33,26 +34,32 @@ def in_new_process(code: str) -> dict[str, object]:
 TIMED = "t = time.process_time(); import optdnn; {use}; result['ms'] = (time.process_time() - t) * 1e3"
 
 
+def loads_quickly(use: str, limit_ms: float) -> object:
+    """The heavy modules that are loaded after ``import optdnn`` and ``use``, which take less than the limit."""
+    runs: list[dict[str, object]] = []
+
+    def measured() -> float:
+        runs.append(in_new_process(TIMED.format(use=use)))
+        return float(str(runs[-1]["ms"]))
+
+    assert_quick(measured, limit_ms)
+    return runs[0]["loaded"]
+
+
 def test_import_is_quick_and_loads_nothing() -> None:
-    runs = [in_new_process(TIMED.format(use="pass")) for _ in range(3)]
-    assert runs[0]["loaded"] == []
-    assert min(float(str(r["ms"])) for r in runs) < 50
+    assert loads_quickly("pass", 50) == []
 
 
 def test_load_needs_no_compiler(tmp_path: Path) -> None:
     path = tmp_path / "e.engine"
     Engine(mlp()).save(path)
     use = f"import numpy; optdnn.load({str(path)!r})(numpy.ones((1, 5), 'float32'))"
-    runs = [in_new_process(TIMED.format(use=use)) for _ in range(3)]
-    assert runs[0]["loaded"] == ["numpy"]
-    assert min(float(str(r["ms"])) for r in runs) < 500
+    assert loads_quickly(use, 500) == ["numpy"]
 
 
 @pytest.mark.slow
 def test_naming_load_imports_within_the_bound() -> None:
-    runs = [in_new_process(TIMED.format(use="optdnn.load; optdnn.Engine; optdnn.EngineError")) for _ in range(8)]
-    assert runs[0]["loaded"] == ["numpy"]
-    assert min(float(str(r["ms"])) for r in runs) < 300
+    assert loads_quickly("optdnn.load; optdnn.Engine; optdnn.EngineError", 300) == ["numpy"]
 
 
 def test_errors_alone_need_nothing() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.processor import assert_quick, seconds
 from support.untrusted import convolution, program, refused, resourced, text_of
 
 from optdnn.errors import EngineError
@@ -240,13 +240,14 @@ def test_rendered_parts_of_templates(old: str, new: str, tmp_path: Path, nothing
     ids=lambda text: repr(text[:20]),
 )  # fmt: skip
 def test_long_texts_are_refused_at_once(text: str, nothing_runs: Path) -> None:
-    begun = time.process_time()
-    for template in ("general.cu", "conv_sm90.cu"):
-        if template == "general.cu" or text.strip():
-            with pytest.raises(TextRefused):
-                kernel_text.check_text(text, template, "pointwise" if template == "general.cu" else "")
-    Recipe("general.cu", "sm_90a", {"generated.cuh": text}).sources()
-    assert time.process_time() - begun < 5.0
+    def read() -> None:
+        for template in ("general.cu", "conv_sm90.cu"):
+            if template == "general.cu" or text.strip():
+                with pytest.raises(TextRefused):
+                    kernel_text.check_text(text, template, "pointwise" if template == "general.cu" else "")
+        Recipe("general.cu", "sm_90a", {"generated.cuh": text}).sources()
+
+    assert_quick(lambda: seconds(read), 5.0, tries=2)
 
 
 @pytest.mark.parametrize("kind", render.MMA_KINDS)
