@@ -10,10 +10,12 @@ in one precision rounds by itself.
 
 Constants are rounded once. A finite constant never becomes infinite: masks of -1e9 or -3.4e38 saturate. A scalar constant never
 becomes zero. Weights that would be subnormal are enlarged (:mod:`optdnn.passes.support.small_weights`). Parameters that a kernel
-reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization, scales. Accumulators, statistics and
-exponentials are fp32 in the kernels. Values that decide indices stay fp32 (:mod:`optdnn.passes.support.decisions`), and so do ops
-that depend on a constant beyond fp16 (:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store
-fp16 if they can, and convert in registers.
+reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization, scales. Recurrences keep their states
+and constants in fp32 (:mod:`optdnn.passes.support.scans_in_fp32`), and in bf16 their decays
+(:mod:`optdnn.passes.support.decays`). Accumulators, statistics and exponentials are fp32 in the kernels. Values that decide
+indices stay fp32 (:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
+(:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store fp16 if they can, and convert in
+registers.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, no
 from optdnn.passes.support.angles import angles
 from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.data_sizes import sized_by_data
+from optdnn.passes.support.decays import decays
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.exponents import exponents
 from optdnn.passes.support.facts import is_pointwise
@@ -56,6 +59,7 @@ from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask
 from optdnn.passes.support.quantize import quantize, without_data
 from optdnn.passes.support.ranges import Calibration
 from optdnn.passes.support.running_sums import differences
+from optdnn.passes.support.scans_in_fp32 import in_fp32
 from optdnn.passes.support.small_weights import enlarged, exponent
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
@@ -129,6 +133,7 @@ class AssignPrecision(Pass):
             sized = sized_by_data(graph)
             found_by = (coordinates, large_indices, angles, exponents, differences)
             others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized
+            others |= {i: reason for i, reason in decays(graph).items() if _float(plan, graph.op(i)) == "bf16"}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons}, context.on_gpu)
@@ -316,11 +321,14 @@ class _Assignment:
             op, constants = enlarged(self.graph, op, more)
             self.wide.update(constants)
             self.report.fired.append(Fired("enlarge", tuple(sorted(op.src)) or (op.outputs[0].name,)))
-        inputs = tuple(
-            v if v is None or (i in keep and self._may_stay(op, v)) else self._in(v, dtype, op)
-            for i, v in enumerate(op.inputs)
-        )
-        attrs = op.attrs if dtype == FP32 else _retyped(op.attrs, dtype)
+        if op.kind == "PointwiseScan" and dtype != FP32 and {*op.inputs[: op.attrs.states]} <= self.wide:
+            inputs, attrs = self._scan(op, dtype)
+        else:
+            inputs = tuple(
+                v if v is None or (i in keep and self._may_stay(op, v)) else self._in(v, dtype, op)
+                for i, v in enumerate(op.inputs)
+            )
+            attrs = op.attrs if dtype == FP32 else _retyped(op.attrs, dtype)
         types = [None if v is None else self.graph.type(v) for v in inputs]
         values = [self.graph.known(v) for v in inputs]
         try:
@@ -332,6 +340,18 @@ class _Assignment:
             Output(o.name, o.type.with_dtype(t.dtype), o.known) for o, t in zip(op.outputs, found.types, strict=False)
         )
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
+
+    def _scan(self, op: Op, dtype: DType) -> tuple[tuple[Value | None, ...], Attrs]:
+        """The operands and attributes of a PointwiseScan. It reads states, constants, and what else stays in fp32, as fp32."""
+        inputs, narrow = list(op.inputs), list[int]()
+        for k, v in enumerate(op.inputs):
+            assert v is not None
+            constant = self.graph.constant_value(v) is not None
+            wide = k < op.attrs.states or constant or v.op in self.guarded.reasons
+            inputs[k] = made = self._in(v, FP32 if wide else dtype, op)
+            if k >= op.attrs.states and self.graph.type(made).dtype == dtype:
+                narrow.append(k)
+        return tuple(inputs), in_fp32(op.attrs, narrow, dtype)
 
     def _moves_rounded(self, op: Op, dtype: DType) -> bool:
         """Whether an op only moves numbers that are rounded to ``dtype`` already: moving them in ``dtype`` is exact."""
