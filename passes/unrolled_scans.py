@@ -111,7 +111,7 @@ def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
     ops = (*(x for step in reversed(steps) for x in (step.add, step.mul)), *taken)
 
     def build(patch: Patch) -> None:
-        made = looped if is_looped(count) else _prefixes
+        made = looped if is_looped(count, elements(graph.type(last.factor.whole))) else _prefixes
         states = made(patch, last.factor.whole, last.term.whole, axis, count)
         for step in steps:
             index = step.factor.op.inputs[1]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.checks import elements
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import ints, is_filled, operand, producer, scalar, shape_of
 from optdnn.passes.support.parts import PARTS, span
@@ -57,7 +58,7 @@ def doubled_prefixes(graph: Graph, op: Op) -> Match | Miss | None:
     shape = shape_of(graph, factors)
     if shape is None or len(shape) != len(sizes.dims) or shape[axis] != count:
         return Miss("its factors do not have one position per step")
-    if not is_looped(count):
+    if not is_looped(count, elements(sizes)):
         return Miss(f"a loop over its {count} steps would take longer than the rounds")
     ops = (op, *(x for x in dict.fromkeys(covered) if x.id != op.id))
     return Match(ops, lambda patch: looped(patch, factors, terms, axis, count))

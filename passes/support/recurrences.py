@@ -9,13 +9,17 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 
-LOOPED = 512
-"""Most steps of one looping launch (PointwiseScan). A step takes some 50 ns, a round of prefixes some 4 us."""
+STEP_S = 5e-8
+"""Seconds of a step of a looping launch (PointwiseScan): latency."""
+ROUND_S, ELEMENT_S = 4e-6, 4e-12
+"""Seconds of a round of prefixes: its launches, and for each element of the states. A round reads and writes seven such tensors."""
 
 
-def is_looped(count: int) -> bool:
-    """Whether a recurrence of ``count`` steps is faster as one loop than as rounds on whole tensors."""
-    return count <= LOOPED
+def is_looped(count: int, size: int) -> bool:
+    """Whether a recurrence of ``count`` steps with ``size`` elements of all states is faster as one loop than as rounds on whole
+    tensors. Up to 1,024 steps it always is, or nearly: there, rounds would gain 10 us at most, and round their products."""
+    rounds = (count - 1).bit_length()
+    return count * STEP_S <= max(1024 * STEP_S, rounds * (ROUND_S + size * ELEMENT_S))
 
 
 def looped(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:

@@ -49,17 +49,29 @@ def mamba(
     return n.done(n.op("Concat", *results, attrs=ConcatAttrs(-1)))
 
 
+@pytest.fixture
+def no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recurrence is so long that rounds are faster than a loop."""
+    for module in ("unrolled_scans", "rules.doubled_prefixes"):
+        monkeypatch.setattr(f"optdnn.passes.{module}.is_looped", lambda count, size: False)
+
+
 @pytest.mark.parametrize(("count", "rounds"), [(8, 3), (11, 4), (16, 4)])
 @pytest.mark.parametrize("order", [0, 1])
-def test_a_long_recurrence_takes_a_round_for_each_doubling(
-    count: int, rounds: int, order: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recurrences, "LOOPED", count - 1)
+def test_a_long_recurrence_takes_a_round_for_each_doubling(count: int, rounds: int, order: int, no_loops: None) -> None:
     rules = {"linear_recurrence": 1, "stacked_products": 1}
     graph, _ = check_pass(PASS, mamba(count=count, order=order), changes=2, rules=rules)
     assert len(graph.of_kind("Add")) == rounds
     assert len(graph.of_kind("Mul")) == 2 * rounds - 1
     assert (len(graph.of_kind("MatMul")), len(graph.of_kind("Gather"))) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "loops"),
+    [(16, 1 << 10, True), (1024, 1 << 10, True), (1025, 1 << 10, False), (4096, 1 << 20, False), (4096, 1 << 24, True)],
+)
+def test_long_recurrences_of_few_states_take_rounds(count: int, size: int, loops: bool) -> None:
+    assert recurrences.is_looped(count, size) == loops
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -71,8 +83,7 @@ def test_a_recurrence_is_one_loop_over_its_steps(order: int) -> None:
     assert (len(graph.of_kind("MatMul")), len(graph.of_kind("Gather"))) == (1, 0)
 
 
-def test_a_last_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrences, "LOOPED", 0)
+def test_a_last_state_alone(no_loops: None) -> None:
     graph, _ = check_pass(PASS, mamba(columns=False), changes=1, rules={"linear_recurrence": 1})
     assert len(graph.of_kind("Add")) == 4
     assert graph.op(graph.op(graph.outputs[0]).inputs[0]).kind == "Gather"  # type: ignore[arg-type]

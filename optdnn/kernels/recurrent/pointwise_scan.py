@@ -30,7 +30,7 @@ POINTS_LIMIT = 1 << 31
 RESIDENT = 1024
 """Threads per multiprocessor up to which more threads do not slow a step down."""
 LAUNCH, STEP, STAGE = 1.5e-6, 2e-8, 8e-9
-"""Predicted seconds of a launch, of a step without its stages, and of a stage (the latency of its arithmetic)."""
+"""Predicted seconds of a launch, of a step without its stages, and of a stage (the latency of its arithmetic; casts take none)."""
 
 
 class PointwiseScanKernel(Tactic):
@@ -49,7 +49,7 @@ class PointwiseScanKernel(Tactic):
         types = [*(o.type for o in op.outputs), *(b.graph.type(v) for v in op.inputs if v is not None)]
         moved = sum(math.prod(t.static_shape) * t.dtype.itemsize for t in types)
         rounds = max(1.0, math.prod(_shape(op)) / (b.gpu.multiprocessors * RESIDENT))
-        each: float = STEP + STAGE * len(op.attrs.stages)
+        each: float = STEP + STAGE * sum(s.kind != "Cast" for s in op.attrs.stages)
         steps: int = op.attrs.steps
         return LAUNCH + max(steps * each * rounds, moved / b.gpu.bandwidth / 0.6)
 
