@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -55,9 +54,10 @@ from optdnn.passes.support.large_scales import large_scales
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
-from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask, half_risks, hazards, vanishes
+from optdnn.passes.support.precision_report import PrecisionLog, ask, half_risks, hazards
 from optdnn.passes.support.quantize import quantize, without_data
 from optdnn.passes.support.ranges import Calibration
+from optdnn.passes.support.rounded_constants import LARGEST, RoundedConstants
 from optdnn.passes.support.running_sums import differences
 from optdnn.passes.support.scans_in_fp32 import in_fp32
 from optdnn.passes.support.small_weights import enlarged, exponent
@@ -65,12 +65,8 @@ from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
 
-LARGE = 1 << 20
-"""Constants of at least this many bytes are rounded on threads."""
 _LEAST_NORMAL = 2.0**-14
 """The smallest normal fp16 number: smaller ones lose precision."""
-LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
-"""Largest finite value."""
 
 KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "GridSample": frozenset({1}),
@@ -231,7 +227,7 @@ class _Assignment:
         kept: ConstantCache,
         enlarges: bool,
     ):
-        self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
+        self.graph, self.plan, self.report, self.keeps_fp32 = graph, plan, report, keeps_fp32
         self.wide = {v for op in graph.ops() for v in op.values if graph.type(v).dtype == FP32}
         """The values that were fp32 before the pass: it may narrow them."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
@@ -247,23 +243,14 @@ class _Assignment:
         self.refused: dict[int, str] = {}
         self.converted: set[int] = set()
         """Ops that compute in fp32 and store 16-bit results."""
-        self.coming: dict[tuple[int, DType], Future[tuple[Array, Array]]] = {}
-        """Large constants that threads are rounding (NumPy releases the GIL), by identity."""
+        self.constants = RoundedConstants(kept)
 
     def run(self) -> None:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "optdnn-round") as pool:
-            self._begin(pool)
+            dtype = NARROW.get(self.plan.base)
+            if dtype is not None and not self.plan.is_mixture:
+                self.constants.begin(self.graph, dtype, pool)
             self._assign()
-
-    def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Start rounding large constants on threads, if the plan is one 16-bit type for all ops."""
-        dtype = NARROW.get(self.plan.base)
-        if dtype is None or self.plan.is_mixture:
-            return
-        for op in self.graph.of_kind("Constant"):
-            array = op.attrs.value
-            if array.dtype == FP32 and array.nbytes >= LARGE and not self.kept.has(("rounded", dtype.name), [array]):
-                self.coming[id(array), dtype] = pool.submit(_narrowed, array, dtype)
 
     def _assign(self) -> None:
         for op in self.graph.order():
@@ -417,30 +404,15 @@ class _Assignment:
         return self.bounded[value]
 
     def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
-        coming = self.coming.get((id(array), dtype))
-        find = cache(partial(_narrowed, array, dtype)) if coming is None else coming.result
-        beyond = self.kept.once(("beyond", dtype.name), [array], lambda: find()[0])
-        if beyond.any():
-            nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)
-            self.report.fired.append(Fired("saturate", nodes))
-        return self.kept.once(("rounded", dtype.name), [array], lambda: find()[1])
+        saturates, rounded = self.constants.rounded(array, dtype)
+        if saturates:
+            self.report.fired.append(Fired("saturate", tuple(sorted(op.src)) or (op.outputs[0].name,)))
+        return rounded
 
     def _cast(self, value: Value, dtype: DType, src: frozenset[str]) -> Value:
         name = self.graph.output(value).name
         self.report.fired.append(Fired("cast", tuple(sorted(src)) or (name,)))
         return self.graph.add("Cast", [value], CastAttrs(dtype), names=[f"{name}.{dtype.name}"], src=src).value
-
-
-def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
-    """A mask and the array in ``dtype``. The mask marks finite elements that would become infinite (a single False if there are
-    none); the array has these saturated. A scalar that is not zero does not become zero."""
-    top = np.float32(LARGEST[dtype])
-    if dtype == FP16 and vanishes(array):  # an epsilon in an epilogue, say
-        return np.zeros((), np.bool_), np.copysign(np.float32(2 * FP16_LEAST), array).astype(dtype)
-    if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
-        return np.zeros((), np.bool_), array.astype(dtype)
-    beyond = np.isfinite(array) & (np.abs(array) > top)
-    return beyond, np.where(beyond, np.copysign(top, array), array).astype(dtype)
 
 
 def _retyped(attrs: Any, dtype: DType) -> Any:
