@@ -241,8 +241,8 @@ def replan(
     planned: dict[str, Any] = {"by": "the cost model"}
     if options.nearest_tactics:
         like = _nearest(program, shapes)
-        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes, tuned = like[0].meta.get("streams", {}).get("lanes", 1), is_tuned(like[0])
+        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options), tuned)
         streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # where the cost model agrees
         prepared = replace(prepared, choices=nearest.choices, streams=streams)
         visit = nearest
