@@ -275,6 +275,25 @@ def test_out_buffers_and_profile(built: optdnn.Engine) -> None:
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_padding_that_follows_from_sizes_is_of_each_plan(precision: str) -> None:
+    """A first layer as TensorFlow has it. Its kernels read explicit pads."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[n, 3, h, w] x, float[8, 3, 3, 3] k) => (float[n, 8, a, b] y)
+        { y = Conv<auto_pad = "SAME_UPPER", strides = [2, 2]>(x, k) }"""
+    )
+    weights = np.random.default_rng(7).standard_normal((8, 3, 3, 3)).astype(np.float32) / 5
+    model.graph.input.pop()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "k"))
+    engine = optdnn.build(model, target="simulate", precision=precision, shapes={"x": "1..2..4x3x8..16..24x8..16..24"})
+    fixed = optdnn.build(model, target="simulate", precision=precision, shapes={"x": "2x3x16x16"})
+    assert [s.params for s in engine.program.steps] == [s.params for s in fixed.program.steps]
+    oracle = optdnn.build(model, target="reference")
+    for size in ((2, 3, 16, 16), (1, 3, 9, 23), (3, 3, 8, 24)):
+        x = np.random.default_rng(size[2]).standard_normal(size).astype(np.float32)
+        np.testing.assert_allclose(engine.run({"x": x})["y"], oracle.run({"x": x})["y"], rtol=2e-2, atol=2e-2)
+
+
 # ---------------------------------------------------------------- refusals of the build
 
 
