@@ -314,12 +314,13 @@ def optimum(symbolic: Graph) -> Shapes:
 
 
 def _need_ranges(graph: Graph) -> None:
+    given: Profile = graph.profiles[0] if len(graph.profiles) == 1 else {}
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         for d in out.type.shape or ():
             name = lone(d)  # an expression of symbols needs no range: each symbol is a dimension elsewhere
             if name is not None and not all(name in p for p in graph.profiles):
-                dims = example(out.type.dims, "1..8..32")
+                dims = example(out.type.dims, lambda n: _range_text(given[n]) if n in given else "1..8..32")
                 raise UsageError(
                     f"dimension {d} of input {out.name!r} has no range in every profile",
                     hint=f"plans for GPUs need one: --shape {out.name}={dims}",

@@ -298,7 +298,7 @@ def test_padding_that_follows_from_sizes_is_of_each_plan(precision: str) -> None
 
 
 def test_every_dimension_needs_a_range() -> None:
-    with pytest.raises(UsageError, match=r"dimension h of input 'x' has no range.*\n.*--shape x=1..8..32x4x1..8..32"):
+    with pytest.raises(UsageError, match=r"dimension h of input 'x' has no range.*\n.*--shape x=1..2..3x4x1..8..32"):
         optdnn.build(
             onnx.parser.parse_model(
                 '<ir_version: 8, opset_import: ["": 17]> g (float[n, 4, h] x) => (float[n, 4, h] y) { y = Relu(x) }'
@@ -306,6 +306,16 @@ def test_every_dimension_needs_a_range() -> None:
             target="simulate",
             shapes={"x": "1..2..3x4x?"},
         )
+
+
+def test_the_range_to_give_agrees_with_those_given() -> None:
+    """Each input has a batch of its own, as torch.onnx.export writes it, and the length is of both."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[a, s] x, float[b, s] m) => (float[c, s] y) { y = Mul(x, m) }"""
+    )
+    with pytest.raises(UsageError, match="dimension b of input 'm' has no range") as caught:
+        optdnn.build(model, target="simulate", shapes={"x": "1..2..4x1..16..40"})
+    assert caught.value.hint == "plans for GPUs need one: --shape m=1..8..32x1..16..40"
 
 
 def test_an_extreme_that_cannot_be_built_is_reported_by_the_build() -> None:
