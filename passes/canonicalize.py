@@ -20,6 +20,7 @@ from optdnn.passes.rules.concats import (
 )
 from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, neighboring_rows, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
+from optdnn.passes.rules.known_pads import known_pads
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
 from optdnn.passes.rules.means import (
     reduction_of_joined_axes,
@@ -58,6 +59,7 @@ class Canonicalize(RulePass):
         known_choice,
         unused_indices,
         norm_of_one,
+        known_pads,  # before the rules of windows, which read pads
         constant_target,  # before chains: a target that is constant is one less to refuse
         reshape_chain,
         reshapes_around,

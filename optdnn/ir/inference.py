@@ -6,16 +6,20 @@ Types hold sizes as numbers or expressions (:mod:`optdnn.dim`); small integer te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from optdnn.dim import Dim, DimLike, substitute
+from optdnn.dim import Dim, DimLike, DimTooLarge, bounds, parts_of, substitute
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.op import Output
 from optdnn.ops.base import KNOWN_LIMIT, Call, Known, Result
 from optdnn.ops.table import OPDEFS
 from optdnn.types import INT64, Shape, TensorType
+
+LARGE_PARTS = 16
+"""Where a result's size would be too large an expression, the operands' sizes with more parts than this become symbols."""
 
 
 def infer(
@@ -26,14 +30,46 @@ def infer(
     n_outputs: int,
     fresh: Any,
 ) -> Result:
-    """Output types of one op by its OpDef; the number of outputs is checked."""
+    """Output types of one op by its OpDef; the number of outputs is checked.
+
+    A size that would be too large an expression is one of new symbols instead, as if it depended on data. At given sizes of
+    the inputs it is inferred again, as a number.
+    """
     definition = OPDEFS.get(kind)
     if definition is None:
         raise InternalError(f"there is no operator kind {kind!r}")
-    result = definition.infer(Call(kind, attrs, tuple(types), tuple(values), n_outputs, fresh))
+    call = Call(kind, attrs, tuple(types), tuple(values), n_outputs, fresh)
+    try:
+        result = definition.infer(call)
+    except DimTooLarge:
+        result = definition.infer(_with_short_sizes(call))
     if len(result.types) < n_outputs:
         raise ShapeError(f"{kind} has {len(result.types)} outputs, {n_outputs} are used")
     return result
+
+
+def _with_short_sizes(call: Call) -> Call:
+    """The call with a new symbol for each large expression in its operands' shapes and values. Equal expressions get one symbol. A
+    value with an expression that may be negative is unknown, because symbols are not."""
+    made: dict[Dim, Dim] = {}
+
+    def short(d: Any) -> Any:
+        if parts_of(d) <= LARGE_PARTS:
+            return d
+        if d not in made:
+            made[d] = call.fresh(call.kind.lower(), d)
+        return made[d]
+
+    def known(value: Known | None) -> Known | None:
+        if value is None or value.dtype != object:
+            return value
+        sizes = value.reshape(-1).tolist()
+        if any(parts_of(d) > LARGE_PARTS and bounds(d)[0] < 0 for d in sizes):
+            return None
+        return np.array([short(d) for d in sizes], object).reshape(value.shape)
+
+    types = (t if t is None or t.shape is None else t.with_shape([short(d) for d in t.shape]) for t in call.types)
+    return replace(call, types=tuple(types), values=tuple(map(known, call.values)))
 
 
 def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:

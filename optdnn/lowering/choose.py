@@ -273,28 +273,48 @@ def choose(
             able = [named]
         else:
             chosen = None  # it was measured after other choices for the earlier operators, and cannot run after these
-    if chosen is None:
-        able, refused = usable(b, op, tactics, selection) if asked is None else asked
-    for tactic in able if chosen is not None else _in_turn(b, op, tactics, able, selection):
-        if chosen is None and (why := tactic.defer(b, op)) is not None:
-            refused.append({"tactic": tactic.name, "reason": why})
-            continue
-        if chosen is not None and chosen.config:
+    if chosen is not None:
+        tactic = able[0]
+        if chosen.config:
             offer: Offer | None = _named(b, op, tactic, chosen.config)
         else:
             offers, why = offers_of(b, op, tactic, selection)
             if why is not None:
-                refused.append({"tactic": tactic.name, "reason": why})
-                continue
+                raise UnsupportedError(f"no kernel runs it ({tactic.name}: {why})")
             offer = offers[0]
-        region = tactic.region(b, op)
-        if (why := _not_stored(b, region)) is not None:
+    else:
+        able, refused = usable(b, op, tactics, selection) if asked is None else asked
+        found = untuned(b, op, tactics, able, selection, refused)
+        if found is None:
+            reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
+            raise UnsupportedError(f"no kernel runs it ({reasons})")
+        tactic, offer = found
+    region = tactic.region(b, op)
+    tactic.place(b, op)
+    return Site(region, key, tactic, offer, refused)
+
+
+def untuned(
+    b: Builder,
+    op: Op,
+    tactics: Sequence[Tactic],
+    able: Sequence[Tactic],
+    selection: Selection,
+    refused: list[dict[str, str]],
+) -> tuple[Tactic, Offer | None] | None:
+    """The tactic and the configuration that preference and cost model choose among the ``able`` ones, without measurements; None
+    without any. The refusals on the way are added to ``refused``."""
+    for tactic in _in_turn(b, op, tactics, able, selection):
+        if (why := tactic.defer(b, op)) is not None:
             refused.append({"tactic": tactic.name, "reason": why})
             continue
-        tactic.place(b, op)
-        return Site(region, key, tactic, offer, refused)
-    reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
-    raise UnsupportedError(f"no kernel runs it ({reasons})")
+        offers, why = offers_of(b, op, tactic, selection)
+        why = why or _not_stored(b, tactic.region(b, op))
+        if why is not None:
+            refused.append({"tactic": tactic.name, "reason": why})
+            continue
+        return tactic, offers[0]
+    return None
 
 
 def _not_stored(b: Builder, region: Region) -> str | None:

@@ -21,7 +21,7 @@ Fits = Callable[[Mapping[str, int]], None]
 
 def working(profile: Profile, fits: Fits, seconds: float = SEARCH_SECONDS) -> Profile | None:
     """The ranges around the optimum of ``profile`` that the model takes: each as far as it goes with the others at their optimum.
-    Where the optimum itself does not fit, single sizes that do.
+    Where the optimum itself does not fit, the ranges around other sizes that do, as near to it as they are found.
 
     None where no answer is found in time. A range is taken to have no gaps: the search halves it.
     """
@@ -38,18 +38,33 @@ def working(profile: Profile, fits: Fits, seconds: float = SEARCH_SECONDS) -> Pr
         return True
 
     try:
-        if not does(optimum):
-            ends = [{name: getattr(r, end) for name, r in profile.items()} for end in ("min", "max")]
-            single = [{**optimum, name: size} for name in profile for size in SIZES]
-            return next((_fixed(sizes) for sizes in (*ends, *single) if does(sizes)), None)
+        point = optimum if does(optimum) else _other_sizes(profile, does)
+        if point is None:
+            return None
         found = {}
         for name, r in profile.items():
-            alone = partial(_with, does, optimum, name)
-            found[name] = DimRange(_furthest(r.opt, r.min, alone), r.opt, _furthest(r.opt, r.max, alone))
+            alone, size = partial(_with, does, point, name), point[name]
+            found[name] = DimRange(
+                _furthest(size, min(r.min, size), alone), size, _furthest(size, max(r.max, size), alone)
+            )
         together = all(does({n: getattr(r, end) for n, r in found.items()}) for end in ("min", "max"))
-        return found if together else _fixed(optimum)
+        return found if together else _fixed(point)
     except _Late:
         return None
+
+
+def _other_sizes(profile: Profile, does: Callable[[Mapping[str, int]], bool]) -> dict[str, int] | None:
+    """Sizes that fit where the optimum does not: an end of the ranges, or the optimum with one size changed. A size stays at its
+    optimum if that fits."""
+    optimum = {name: r.opt for name, r in profile.items()}
+    ends = [{name: getattr(r, end) for name, r in profile.items()} for end in ("min", "max")]
+    single = [{**optimum, name: size} for name in profile for size in SIZES]
+    point = next((sizes for sizes in (*ends, *single) if does(sizes)), None)
+    if point is None:
+        return None
+    for name, size in optimum.items():
+        point = {**point, name: size} if does({**point, name: size}) else point
+    return point
 
 
 def _with(does: Callable[[Mapping[str, int]], bool], optimum: Mapping[str, int], name: str, size: int) -> bool:

@@ -241,8 +241,8 @@ def replan(
     planned: dict[str, Any] = {"by": "the cost model"}
     if options.nearest_tactics:
         like = _nearest(program, shapes)
-        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes, tuned = like[0].meta.get("streams", {}).get("lanes", 1), is_tuned(like[0])
+        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options), tuned)
         streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # where the cost model agrees
         prepared = replace(prepared, choices=nearest.choices, streams=streams)
         visit = nearest
@@ -314,12 +314,13 @@ def optimum(symbolic: Graph) -> Shapes:
 
 
 def _need_ranges(graph: Graph) -> None:
+    given: Profile = graph.profiles[0] if len(graph.profiles) == 1 else {}
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         for d in out.type.shape or ():
             name = lone(d)  # an expression of symbols needs no range: each symbol is a dimension elsewhere
             if name is not None and not all(name in p for p in graph.profiles):
-                dims = example(out.type.dims, "1..8..32")
+                dims = example(out.type.dims, lambda n: _range_text(given[n]) if n in given else "1..8..32")
                 raise UsageError(
                     f"dimension {d} of input {out.name!r} has no range in every profile",
                     hint=f"plans for GPUs need one: --shape {out.name}={dims}",

@@ -284,6 +284,7 @@ RULES: Mapping[str, str] = {
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
     # convolutions
+    "known_pads": "padding computed from known sizes",
     "crop_conv": "crops merged into the pads of convolutions",
     "crop_transpose": "crops merged into the pads of transposed convolutions",
     "pad_conv": "Pads merged into convolutions",

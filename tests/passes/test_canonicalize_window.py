@@ -14,11 +14,13 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
-from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
+from optdnn.ops.pool import AveragePoolAttrs, LpPoolAttrs, MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
+from optdnn.passes.base import Miss
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.rules.window import crop_conv
 
 CANON = Canonicalize()
 
@@ -28,6 +30,52 @@ CANON, ARITHMETIC = Canonicalize(), CanonicalizeArithmetic()
 
 def pad(n: Net, x: Value, pads: tuple[int, ...] = (0, 0, 1, 2, 0, 0, 0, 1), value: Any = None, **attrs: str) -> Value:
     return n.op("Pad", x, n.ints(*pads), *([] if value is None else [value]), attrs=PadAttrs(**attrs))
+
+
+# ---------------------------------------------------------------- padding that follows from sizes
+
+
+def _padded(kind: str, auto_pad: str, x: Any, n: Net) -> Value:
+    window = {"kernel_shape": (3, 2), "strides": (2, 3), "pads": (0,) * 4, "dilations": (1, 1)}
+    if kind == "Conv":
+        return n.conv(x, 4, pads=0, strides=2, auto_pad=auto_pad)
+    attrs: Any = MaxPoolAttrs if kind == "MaxPool" else AveragePoolAttrs if kind == "AveragePool" else LpPoolAttrs
+    return n.op(kind, x, attrs=attrs(**window, auto_pad=auto_pad))
+
+
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("kind", ["Conv", "MaxPool", "AveragePool", "LpPool"])
+def test_padding_by_known_sizes_becomes_numbers(kind: str, auto_pad: str) -> None:
+    n = Net()
+    y = _padded(kind, auto_pad, n.input(2, 3, 6, 7), n)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={kind: 1}, rules={"known_pads": 1})
+    a = graph.of_kind(kind)[0].attrs
+    assert a.auto_pad == "NOTSET"
+    assert sum(a.pads) == (3 if kind == "Conv" else 2)
+    assert a.pads[0 if auto_pad == "SAME_LOWER" else 2] == 1
+
+
+def test_both_results_of_a_pool_keep_their_readers() -> None:
+    n = Net()
+    attrs = MaxPoolAttrs((3, 3), (2, 2), (0,) * 4, (1, 1), auto_pad="SAME_UPPER", indices=True)
+    values, indices = n.op("MaxPool", n.input(2, 3, 6, 6), attrs=attrs, outputs=2)
+    check_pass(CANON, n.done(values, indices), changes=1, kinds={"MaxPool": 1}, rules={"known_pads": 1})
+
+
+def test_a_transposed_convolution_to_a_known_size_has_pads() -> None:
+    n = Net()
+    attrs = ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0), 1, (9, 12), "SAME_UPPER")
+    y = n.op("ConvTranspose", n.input(1, 3, 5, 6), n.random(3, 2, 3, 3), attrs=attrs)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"ConvTranspose": 1}, rules={"known_pads": 1})
+    (op,) = graph.of_kind("ConvTranspose")
+    assert not op.attrs.output_shape
+    assert op.outputs[0].type.static_shape == (1, 2, 9, 12)
+
+
+def test_padding_by_unknown_sizes_stays() -> None:
+    n = Net()
+    y = _padded("Conv", "SAME_UPPER", n.input(2, 3, symbol("h"), 6), n)
+    check_refused(CANON, n.done(y), because="its padding depends on a size that is not known")
 
 
 # ---------------------------------------------------------------- padding
@@ -102,7 +150,10 @@ def conv_refusals() -> dict[str, tuple[str, Graph]]:
     cases["cropping"] = ("crops", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 0, 0, -1, 0, 0, 0, 1)), 4)))
     n = Net()
     wide = n.input(2, 3, symbol("h"), 6)
-    cases["auto_pad"] = ("depends on its input", n.done(n.conv(pad(n, wide), 4, pads=0, auto_pad="SAME_UPPER")))
+    cases["auto_pad"] = (
+        "depends on its input",
+        n.done(n.conv(pad(n, wide), 4, pads=0, strides=2, auto_pad="SAME_UPPER")),
+    )
     n = Net()
     p = n.op("Pad", n.input(2, 3, 6, 6), n.input(8, name="pads", dtype=np.int64), attrs=PadAttrs())
     attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1))
@@ -176,7 +227,8 @@ def pool_refusals() -> dict[str, tuple[str, Graph]]:
     cases["indices"] = ("returns indices", n.done(*n.op("MaxPool", x, attrs=attrs, outputs=2)))
     n = Net()
     attrs = AveragePoolAttrs((3, 3), (2, 2), (0,) * 4, (1, 1), auto_pad="SAME_UPPER")
-    cases["auto_pad"] = ("depends on its input", n.done(n.op("AveragePool", pad(n, n.input(2, 3, 6, 6)), attrs=attrs)))
+    wide = n.input(2, 3, symbol("h"), 6)
+    cases["auto_pad"] = ("depends on its input", n.done(n.op("AveragePool", pad(n, wide), attrs=attrs)))
     return cases
 
 
@@ -376,13 +428,20 @@ def test_crops_of_a_convolution(options: dict[str, Any], pads: tuple[int, int]) 
         ({"begin": 3, "end": 9}, "would still compute what it cuts off"),
         ({"stride": 2, "begin": 2, "end": 9}, "would still compute what it cuts off"),
         ({"begin": 9, "end": 3}, "it cuts off everything"),
-        ({"auto": "SAME_UPPER"}, "follow from its result"),
         ({"length": symbol("n")}, "has a symbolic size"),
     ],
 )
 def test_crops_of_a_convolution_that_are_refused(options: dict[str, Any], because: str) -> None:
     n = Net(np.float64)
     check_refused(CANON, n.done(cropped(n, **options)[1]), because=because, rule="crop_conv")
+
+
+def test_a_convolution_whose_padding_is_not_resolved_is_not_cut() -> None:
+    n = Net(np.float64)
+    graph = n.done(cropped(n, auto="SAME_UPPER")[1])
+    miss = crop_conv.function(graph, graph.of_kind("Slice")[0])
+    assert isinstance(miss, Miss)
+    assert "follow from its result" in miss.reason
 
 
 def test_a_convolution_that_is_read_whole_is_not_cut() -> None:

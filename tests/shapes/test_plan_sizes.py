@@ -33,7 +33,8 @@ PROFILE = {"n": DimRange(1, 8, 100), "m": DimRange(2, 4, 6)}
         (lambda s: 5 <= s["n"] <= 77, {"n": DimRange(5, 8, 77), "m": DimRange(2, 4, 6)}),
         (lambda s: s["n"] == 8 and s["m"] < 6, {"n": DimRange(8, 8, 8), "m": DimRange(2, 4, 5)}),
         (lambda s: s["n"] * s["m"] <= 40, {"n": DimRange(8, 8, 8), "m": DimRange(4, 4, 4)}),  # not both in one call
-        (lambda s: s["n"] == 1, {"n": DimRange(1, 1, 1), "m": DimRange(2, 2, 2)}),
+        (lambda s: s["n"] == 1, {"n": DimRange(1, 1, 1), "m": DimRange(2, 4, 6)}),  # m keeps its optimum
+        (lambda s: s["n"] == 1 and s["m"] < 4, {"n": DimRange(1, 1, 1), "m": DimRange(2, 2, 3)}),
         (lambda s: s["n"] == 33 and s["m"] == 4, {"n": DimRange(33, 33, 33), "m": DimRange(4, 4, 4)}),
         (lambda s: False, None),
     ],

@@ -275,11 +275,30 @@ def test_out_buffers_and_profile(built: optdnn.Engine) -> None:
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_padding_that_follows_from_sizes_is_of_each_plan(precision: str) -> None:
+    """A first layer as TensorFlow has it. Its kernels read explicit pads."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[n, 3, h, w] x, float[8, 3, 3, 3] k) => (float[n, 8, a, b] y)
+        { y = Conv<auto_pad = "SAME_UPPER", strides = [2, 2]>(x, k) }"""
+    )
+    weights = np.random.default_rng(7).standard_normal((8, 3, 3, 3)).astype(np.float32) / 5
+    model.graph.input.pop()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "k"))
+    engine = optdnn.build(model, target="simulate", precision=precision, shapes={"x": "1..2..4x3x8..16..24x8..16..24"})
+    fixed = optdnn.build(model, target="simulate", precision=precision, shapes={"x": "2x3x16x16"})
+    assert [s.params for s in engine.program.steps] == [s.params for s in fixed.program.steps]
+    oracle = optdnn.build(model, target="reference")
+    for size in ((2, 3, 16, 16), (1, 3, 9, 23), (3, 3, 8, 24)):
+        x = np.random.default_rng(size[2]).standard_normal(size).astype(np.float32)
+        np.testing.assert_allclose(engine.run({"x": x})["y"], oracle.run({"x": x})["y"], rtol=2e-2, atol=2e-2)
+
+
 # ---------------------------------------------------------------- refusals of the build
 
 
 def test_every_dimension_needs_a_range() -> None:
-    with pytest.raises(UsageError, match=r"dimension h of input 'x' has no range.*\n.*--shape x=1..8..32x4x1..8..32"):
+    with pytest.raises(UsageError, match=r"dimension h of input 'x' has no range.*\n.*--shape x=1..2..3x4x1..8..32"):
         optdnn.build(
             onnx.parser.parse_model(
                 '<ir_version: 8, opset_import: ["": 17]> g (float[n, 4, h] x) => (float[n, 4, h] y) { y = Relu(x) }'
@@ -287,6 +306,16 @@ def test_every_dimension_needs_a_range() -> None:
             target="simulate",
             shapes={"x": "1..2..3x4x?"},
         )
+
+
+def test_the_range_to_give_agrees_with_those_given() -> None:
+    """Each input has a batch of its own, as torch.onnx.export writes it, and the length is of both."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[a, s] x, float[b, s] m) => (float[c, s] y) { y = Mul(x, m) }"""
+    )
+    with pytest.raises(UsageError, match="dimension b of input 'm' has no range") as caught:
+        optdnn.build(model, target="simulate", shapes={"x": "1..2..4x1..16..40"})
+    assert caught.value.hint == "plans for GPUs need one: --shape m=1..8..32x1..16..40"
 
 
 def test_an_extreme_that_cannot_be_built_is_reported_by_the_build() -> None:
