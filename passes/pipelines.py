@@ -63,6 +63,7 @@ from optdnn.passes.linear_attentions import LinearAttentions
 from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_strides import LongStrides
 from optdnn.passes.long_top_k import LongTopK
+from optdnn.passes.looped_cells import LoopedCells
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.mixed_filters import MixedFilters
 from optdnn.passes.modulated_weights import ModulatedWeights
@@ -176,6 +177,7 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
     AppendedRows(),  # before loops are unrolled: states that grow by rows become stacks of known size
     GuardedLoops(),  # before loops are unrolled: a Loop that computed values may end runs a known number of times
+    LoopedCells(),  # before DividedLoops, which would take the products of inputs out of the cells
     DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
