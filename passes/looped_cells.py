@@ -1,8 +1,7 @@
 """Loops over the steps of an LSTM, GRU or plain RNN become layers, for which kernels keep the weights in registers.
 
 JAX's ``lax.scan``, TensorFlow's while loops, Keras's cells and scripts of PyTorch write the arithmetic of a cell in the body of a
-Scan or Loop. A loop that is too long to be unrolled would run on the CPU. Unrolled, it would be thousands of operators, of which
-:mod:`optdnn.passes.unrolled_cells` makes a layer again.
+Scan or Loop. A loop that is too long to be unrolled would run on the CPU. Unrolled, it would be thousands of operators.
 
 The cell is recognized by the arithmetic of its gates. Its inputs must be known for all steps before the layer begins; they may be
 the states of another layer in the same loop. Operators around the cells are computed for all steps at once

@@ -108,6 +108,7 @@ from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.tree_leaves import TreeLeaves
 from optdnn.passes.two_way_attention import TwoWayAttention
+from optdnn.passes.unchanged_states import UnchangedStates
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
@@ -170,6 +171,7 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # first, as in CLEAN
     FoldConstants(),  # before loops are unrolled: trip counts and conditions become known
+    UnchangedStates(),  # before all other passes on loops, for which constants and sequences are no states
     CountedLoops(),  # before loops are unrolled: a loop that ends by a condition on a counter gets a known trip count
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     ParallelScans(),  # before loops are unrolled: independent iterations become one
