@@ -25,6 +25,7 @@ from optdnn.passes.divided_loops import DividedRewrite, Layer, divided
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_activation import FuseActivation
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.iterations import MOST_BYTES
 from optdnn.passes.support.long_steps import LongSteps, steps_of
 from optdnn.passes.support.products import PRODUCTS
@@ -124,8 +125,7 @@ def _with_constants(graph: Graph, steps: LongSteps, context: PassContext) -> Lon
     except OptdnnError as error:
         return Miss(f"its body cannot be rewritten: {error.message}")
     made_inputs = {v: Value(i) for v, i in zip(inputs, body.inputs, strict=True)}
-    results = [body.op(i).inputs[0] for i in body.outputs]
-    assert all(v is not None for v in results)
+    results = [operand(body.op(i)) for i in body.outputs]
     following, stacked = results[: len(steps.following)], results[len(steps.following) :]
     return replace(
         steps,

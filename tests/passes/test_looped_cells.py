@@ -175,6 +175,14 @@ def test_a_state_of_another_form_stays_in_a_loop() -> None:
     assert "PointwiseScan" in kinds(program)
 
 
+def test_an_operator_that_takes_one_step_at_a_time_stays_in_a_loop() -> None:
+    """A sort of the states of each step, which is not computed for all steps at once."""
+    sort = [node("Constant", "", "two", value_ints=[2]), node("TopK", "l0_h1 two", "row places")]
+    after, _ = check_pass(LoopedCells(), net("GRU", after=sort, row="row", rows=2), changes=1, context=GPU)
+    (scan,) = after.of_kind("Scan")
+    assert (scan.attrs.states, scan.attrs.body.graph.kinds()) == (0, {"TopK": 1})
+
+
 def test_refusals() -> None:
     cells = net("LSTM", more=["l0_c1"])
     check_refused(LoopedCells(), cells, because="cells of steps before the last one are read elsewhere", context=GPU)
