@@ -11,7 +11,7 @@ earlier state affects is a sequence: the values of the previous step. If no othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,28 +24,40 @@ from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, sliced
+from optdnn.passes.support.facts import in_shape, integers, sliced
 from optdnn.passes.support.iterations import MOST_BYTES, Iterations, moved_axis, refused_operator
 from optdnn.passes.support.long_steps import LongSteps, steps_of
 from optdnn.passes.unroll import TRIPS, too_much
+from optdnn.passes.unrolled_cells import Step, add_layer
 from optdnn.types import is_float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A step of the loop that is a step of an LSTM, GRU or RNN. ``cell``: the number of the state that is an LSTM's cell."""
+
+    step: Step
+    cell: int | None = None
 
 
 @dataclass
 class Division:
     """The operators of a body ``before`` the loop, in its ``core``, and ``after`` it, each in order. ``shifted``: the states that
-    are values of the previous step, in an order in which they can be computed."""
+    are values of the previous step, in an order in which they can be computed. ``layers``: of these, the states that a recurrent
+    layer computes for all steps."""
 
     steps: LongSteps
     before: list[Op] = field(default_factory=list)
     core: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
     shifted: list[int] = field(default_factory=list)
+    layers: dict[int, Layer] = field(default_factory=dict)
 
     @property
     def carried(self) -> list[int]:
         """The states that stay states."""
-        return [k for k in range(len(self.steps.states)) if k not in self.shifted]
+        gone = {*self.shifted, *(each.cell for each in self.layers.values())}
+        return [k for k in range(len(self.steps.states)) if k not in gone]
 
     @property
     def is_pointwise(self) -> bool:
@@ -74,37 +86,56 @@ def divided_loop(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the results of all its steps would take too much memory")
 
     def build(patch: Patch) -> None:
-        for port, new in enumerate(_Rewrite(patch, parts).results()):
+        for port, new in enumerate(DividedRewrite(patch, parts).results()):
             if graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
 
     return Match((op,), build)
 
 
-def divided(steps: LongSteps) -> Division:
-    """The parts of a body, with as few operators in the core as possible."""
+def divided(steps: LongSteps, layers: Mapping[int, Layer] | None = None) -> Division:
+    """The parts of a body, with as few operators in the core as possible. ``layers``: states that a layer may compute for all
+    steps, once its inputs are known for all of them."""
     body, ops, left = steps.body, steps.operators(), list(range(len(steps.states)))
     known = {*steps.sequences, *steps.others, *(c.value for c in body.of_kind("Constant"))}
     known |= set() if steps.number is None else {steps.number}
-    shifted: list[int] = []
+    parts, layers = Division(steps), layers or {}
     while True:
         for op in ops:
             if op.value not in known and known.issuperset(_read(op)) and _repeats(steps, op):
                 known.add(op.value)
-        ready = [k for k in left if steps.following[k] in known]
+        ready = [k for k in left if steps.following[k] in known or (k in layers and layers[k].step.x in known)]
         if not ready:
             break
-        known |= {steps.states[k] for k in ready}
-        shifted, left = shifted + ready, [k for k in left if k not in ready]
-    before = [op for op in ops if op.value in known]
-    rest = [op for op in ops if op.value not in known]
-    after, needed = list[Op](), {steps.following[k] for k in left}
+        parts.layers |= {k: layers[k] for k in ready if steps.following[k] not in known}
+        known |= {v for k in ready for v in (steps.states[k], steps.following[k])}
+        parts.shifted += ready
+        left = parts.carried
+    parts.before = [op for op in ops if op.value in known]
+    rest = [op for op in _without_layers(parts, ops) if op.value not in known]
+    needed = {steps.following[k] for k in left}
     for op in reversed(rest):
         if needed.isdisjoint(op.values) and refused_operator(body, op) is None:
-            after.insert(0, op)
+            parts.after.insert(0, op)
         else:
             needed |= _read(op)
-    return Division(steps, before, [op for op in rest if op not in after], after, shifted)
+    parts.core = [op for op in rest if op not in parts.after]
+    return parts
+
+
+def _without_layers(parts: Division, ops: Sequence[Op]) -> list[Op]:
+    """The operators that are still needed when layers compute their states."""
+    steps = parts.steps
+    made = {steps.following[k] for k in parts.layers}
+    gone = made | {steps.following[each.cell] for each in parts.layers.values() if each.cell is not None}
+    needed = {v for v in (*steps.following, *(v for v, _ in steps.stacked)) if v not in gone}
+    needed |= {each.step.x for each in parts.layers.values()}
+    found: list[Op] = []
+    for op in reversed(ops):
+        if op.value not in made and not needed.isdisjoint(op.values):
+            found.insert(0, op)
+            needed |= _read(op)
+    return found
 
 
 def _pointwise_kept(parts: Division) -> Division:
@@ -148,7 +179,7 @@ def _largest(parts: Division) -> int:
     return max((math.prod(t.static_shape) * t.dtype.itemsize for t in types), default=0)
 
 
-class _Rewrite:
+class DividedRewrite:
     """Adds the parts of a loop. ``all``: values of the body for all steps, in the order of positions in the sequences."""
 
     def __init__(self, patch: Patch, parts: Division):
@@ -168,17 +199,32 @@ class _Rewrite:
     def results(self) -> list[Value]:
         """The values that replace the results of the loop."""
         steps, parts, patch = self.steps, self.parts, self.patch
+        last = dict[int, Value]()
         for k in parts.shifted:
-            self.all.run(self._ancestors(steps.following[k]))
+            if k in parts.layers:
+                last |= self._add_layer(k, parts.layers[k])
+            else:
+                self.all.run(self._ancestors(steps.following[k]))
             self._add(steps.states[k], self._previous(k, self.all.stacked(steps.following[k])))
         self.all.run(parts.before)
-        last = self._add_core() if parts.carried else {}
+        last |= self._add_core() if parts.core or parts.carried else {}
         self.all.run(parts.after)
         at = patch.constant(np.array(0 if steps.backward else steps.trips - 1, np.int64), "last")
         for k in parts.shifted:
             last[k] = patch.add("Gather", [self.all.stacked(steps.following[k]), at], GatherAttrs(0))
         stacks = [moved_axis(patch, self.all.stacked(v), 0, axis) for v, axis in steps.stacked]
         return [*(last[k] for k in range(len(steps.states))), *stacks]
+
+    def _add_layer(self, k: int, layer: Layer) -> dict[int, Value]:
+        """Adds the layer that computes state ``k`` of all steps. Returns an LSTM's last cell, by the number of its state."""
+        steps, step = self.steps, layer.step
+        self.all.run(self._ancestors(step.x))
+        begin = [steps.begin[k], *([] if layer.cell is None else [steps.begin[layer.cell]])]
+        x = self.all.stacked(step.x)
+        states, cell = add_layer(steps.body, self.patch, step, x, steps.trips, begin, steps.backward)
+        shape = step.op.outputs[0].type.static_shape
+        self._add(steps.following[k], in_shape(self.patch, states, (steps.trips, *shape)))
+        return {} if cell is None or layer.cell is None else {layer.cell: in_shape(self.patch, cell, shape)}
 
     def _ancestors(self, value: Value) -> list[Op]:
         """The operators before the loop that compute a value, in order."""

@@ -42,6 +42,8 @@ MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 """Kinds that move rows of operand 0."""
 LESS = 2
 """Smallest ratio of the numbers of multiplications before and after."""
+DEPTH = 12
+"""Most operators between a product and its gathered rows. Shortcuts and the steps of loops are chains of hundreds of sums."""
 TABLE = 1 << 20
 """Most elements of the product of a constant table."""
 
@@ -100,27 +102,29 @@ def _product(graph: Graph, op: Op) -> _Product | None:
     return _Product(op, 1, weight.reshape(weight.shape[:2]).T, bias) if alone else None
 
 
-def _terms(graph: Graph, term: _Term) -> list[_Term]:
-    """The parts of a value, traced as far back as a product can move."""
+def _terms(graph: Graph, term: _Term, depth: int = DEPTH) -> list[_Term]:
+    """The parts of a value, traced as far back as a product can move, by at most ``depth`` operators."""
+    if not depth:
+        return [term]
     op, dims = graph.op(term.value), graph.type(term.value).dims
     if op.kind == "Concat" and normalize_axis(op.attrs.axis, len(dims)) == term.axis:
         found, first = [], term.first
         for part in op.inputs:
             assert part is not None
-            found += _terms(graph, replace(term, value=part, first=first))
+            found += _terms(graph, replace(term, value=part, first=first), depth - 1)
             first += graph.type(part).static_shape[term.axis]
         return found
     if op.kind in ("Add", "Sub") and _has_channels(graph, op, term.axis) and _goes_before(graph, op, term.moves):
         signs = (1, -1 if op.kind == "Sub" else 1)
         parts = [replace(term, value=operand(op, i), sign=term.sign * s) for i, s in enumerate(signs)]
-        found = [t for part in parts for t in _terms(graph, part)]
+        found = [t for part in parts for t in _terms(graph, part, depth - 1)]
         return found if not term.moves or _fit(graph, found, term) else [term]
     before = _axis_before(graph, op, term.axis)
     if before is None:
         return [term]
     sum_repeats = op.kind == "Expand" and bool(term.moves) and _all_transposes(term.moves) and before == term.axis
     moves = term.moves if sum_repeats else ((op, term.axis), *term.moves)
-    inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=moves))
+    inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=moves), depth - 1)
     return inner if _fit(graph, inner, term) else [term]
 
 

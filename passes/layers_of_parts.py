@@ -32,7 +32,7 @@ MOST_PRODUCTS = 1 << 28
 """A layer of at least this many multiplications fills a GPU by itself."""
 
 FEW = 16
-"""Weights that are compared before all of them are."""
+"""Elements of a weight that are compared before all of them are."""
 
 
 class _LayerOfParts(Rule):
@@ -51,7 +51,7 @@ class _LayerOfParts(Rule):
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         group = self._group(graph, op)
-        if len(group) < 2 or group[0] is not op:
+        if len(group) < 2:
             return None
         if any(one.id in {each.id for each in group} for one in origins(graph, [operand(one) for one in group])):
             return Miss("layers with the same weights depend on one another")
@@ -72,13 +72,15 @@ class _LayerOfParts(Rule):
         return Match(tuple({one.id: one for one in (*group, *covered(stack))}.values()), build)
 
     def _group(self, graph: Graph, op: Op) -> list[Op]:
-        """The layers that are equal to ``op`` and differ only in their first operand; ``op`` is one of them.
+        """The layers that are equal to ``op``, which is the first of them, and differ only in their first operand.
 
-        Empty if ``op`` can have no further items."""
+        Empty if ``op`` is not the first: the products of a loop are not compared with each other again for each step. Also empty if
+        ``op`` can have no further items."""
         calls = [graph.op(i) for i in self._calls.get(_key(graph, op), ()) if i in graph]
-        if len(calls) < 2 or op.input(1) is None or not computes_items(graph, op, (0,)):
+        equals = (one for one in calls if all(map(partial(equal, graph), one.inputs[1:], op.inputs[1:])))
+        if len(calls) < 2 or op.input(1) is None or next(equals, None) is not op or not computes_items(graph, op, (0,)):
             return []
-        alike = [one for one in calls if all(map(partial(equal, graph), one.inputs[1:], op.inputs[1:]))]
+        alike = [op, *equals]
         return alike if len({one.inputs[0] for one in alike}) == len(alike) else []
 
 
@@ -93,10 +95,10 @@ def _split(patch: Patch, whole: Value, group: Sequence[Op], made: set[int]) -> N
 
 
 def _key(graph: Graph, op: Op) -> Hashable:
-    """Equal layers have equal keys: their types, attributes and a few weights."""
-    weights = None if op.input(1) is None else graph.constant_value(operand(op, 1))
-    few = None if weights is None else weights.reshape(-1)[:: max(1, weights.size // FEW)].tobytes()
-    return op.kind, op.attrs, *(None if v is None else graph.type(v) for v in op.inputs), few
+    """Equal layers have equal keys: their types, attributes, and a few elements of each weight and bias."""
+    constants = (graph.constant_value(v) for v in op.inputs[1:])
+    few = (None if a is None else a.reshape(-1)[:: max(1, a.size // FEW)].tobytes() for a in constants)
+    return op.kind, op.attrs, *(None if v is None else graph.type(v) for v in op.inputs), *few
 
 
 def _stacked(graph: Graph, group: list[Op]) -> tuple[list[Op], Stack]:

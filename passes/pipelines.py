@@ -63,6 +63,7 @@ from optdnn.passes.linear_attentions import LinearAttentions
 from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_strides import LongStrides
 from optdnn.passes.long_top_k import LongTopK
+from optdnn.passes.looped_cells import LoopedCells
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.mixed_filters import MixedFilters
 from optdnn.passes.modulated_weights import ModulatedWeights
@@ -107,6 +108,7 @@ from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.tree_leaves import TreeLeaves
 from optdnn.passes.two_way_attention import TwoWayAttention
+from optdnn.passes.unchanged_states import UnchangedStates
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
@@ -169,6 +171,7 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # first, as in CLEAN
     FoldConstants(),  # before loops are unrolled: trip counts and conditions become known
+    UnchangedStates(),  # before all other passes on loops, for which constants and sequences are no states
     CountedLoops(),  # before loops are unrolled: a loop that ends by a condition on a counter gets a known trip count
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     ParallelScans(),  # before loops are unrolled: independent iterations become one
@@ -176,6 +179,7 @@ O2_GPU: tuple[Pass, ...] = (
     ParallelLoops(),  # before loops are unrolled: independent iterations become one
     AppendedRows(),  # before loops are unrolled: states that grow by rows become stacks of known size
     GuardedLoops(),  # before loops are unrolled: a Loop that computed values may end runs a known number of times
+    LoopedCells(),  # before DividedLoops, which would take the products of inputs out of the cells
     DividedLoops(),  # before LongScans, for which pointwise operators remain
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops

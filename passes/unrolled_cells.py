@@ -162,12 +162,12 @@ class Step:
 @rule("unrolled_cells", frozenset(CELLS))
 def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
     """The last step of a layer, and all steps before it, become one GRU, LSTM or RNN."""
-    chains = (_chain(graph, step) for step in _steps(graph, op) if not _goes_on(graph, step))
+    chains = (_chain(graph, step) for step in steps_before(graph, op) if not _goes_on(graph, step))
     steps = max(chains, key=len, default=[])
     if len(steps) < LEAST:
         return None
-    if steps[-1].kind == "RNN" and op.outputs[0].type.static_shape[-2] > MOST_ROWS:
-        return Miss("each step is one product, with enough rows for a launch of its own")
+    if (why := refused_step(steps[-1])) is not None:
+        return Miss(why)
     xs = [step.x for step in steps]
     if len({graph.type(x) for x in xs}) > 1:
         return Miss("the inputs of the steps differ in size")
@@ -189,12 +189,19 @@ def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
     return Match(tuple(step.op for step in steps), build)
 
 
+def refused_step(step: Step) -> str | None:
+    """Why a step does not become part of a layer, or None."""
+    if step.kind == "RNN" and step.op.outputs[0].type.static_shape[-2] > MOST_ROWS:
+        return "each step is one product, with enough rows for a launch of its own"
+    return None
+
+
 def _chain(graph: Graph, last: Step) -> list[Step]:
     """The steps up to ``last``, in order."""
     found = [last]
     while True:
         first = found[0]
-        before = _steps(graph, graph.op(first.h)) if first.h.port == 0 else iter(())
+        before = steps_before(graph, graph.op(first.h)) if first.h.port == 0 else iter(())
         cell = None if first.cells is None else first.cells[0]
         step = next((s for s in before if s.key == first.key and (s.cells is None or s.cells[1] == cell)), None)
         if step is None:
@@ -217,7 +224,7 @@ def _reads_cell(graph: Graph, step: Step, steps: Sequence[Step]) -> bool:
     return graph.use_count(step.cells[1]) > 2 or not any(s.cells and s.cells[0] == step.cells[1] for s in steps)
 
 
-def _steps(graph: Graph, op: Op) -> Iterator[Step]:
+def steps_before(graph: Graph, op: Op) -> Iterator[Step]:
     """The ways to read an operator as the last one of a step."""
     out = op.outputs[0].type
     if op.kind not in CELLS or not out.is_static or not _are_rows(out.shape) or not is_float(out.dtype):
@@ -352,25 +359,39 @@ def _rows_of(graph: Graph, term: Term) -> Array:
 def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     """Add the layer of ``steps``, whose inputs are ``x`` (step, batch, width), and replace their results."""
     first, last = steps[0], steps[-1]
-    dtype, shape = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
-    batch, hidden = shape[-2:]
-    x = _shaped(patch, x, (len(steps), batch, graph.type(first.x).static_shape[-1]))
-    w = _rows(graph, [(g.x, g.sign) for g in last.gates], hidden)
-    r = _rows(graph, [(g.h, g.sign) for g in last.gates], hidden)
-    bias = np.concatenate([*(g.sign * g.bias for g in last.gates), *(g.sign * g.state_bias for g in last.gates)])
-    constants = [patch.constant(a[None].astype(dtype), name) for a, name in ((w, "W"), (r, "R"), (bias, "B"))]
-    initial = [reshaped(patch, v, (1, batch, hidden)) for v in (first.h, *(first.cells or ())[:1])]
-    attrs = {
-        "GRU": GRUAttrs(hidden, activations=("Sigmoid", last.activation), linear_before_reset=not last.reset_first),
-        "LSTM": LSTMAttrs(hidden),
-        "RNN": RNNAttrs(hidden, activations=(last.activation,)),
-    }[last.kind]
-    layer = patch.add_op(last.kind, [x, *constants, None, *initial], attrs, outputs=3 if last.cells else 2)
-    states = reshaped(patch, Value(layer.id, 0), (len(steps), batch, hidden))
+    shape = last.op.outputs[0].type.static_shape
+    states, cell = add_layer(graph, patch, last, x, len(steps), [first.h, *(first.cells or ())[:1]])
     for step, made in zip(steps, part_values(patch, states, len(steps)), strict=True):
         patch.replace(step.op.value, _shaped(patch, made, shape))
-    if last.cells is not None:
-        patch.replace(last.cells[1], _shaped(patch, Value(layer.id, 2), shape))
+    if last.cells is not None and cell is not None:
+        patch.replace(last.cells[1], _shaped(patch, cell, shape))
+
+
+def add_layer(
+    graph: Graph, patch: Patch, step: Step, x: Value, count: int, begin: Sequence[Value], backward: bool = False
+) -> tuple[Value, Value | None]:
+    """Add a layer of ``count`` steps like ``step`` of ``graph``.
+
+    ``begin``: the first state, and for an LSTM the first cell. ``backward``: from the last position to the first. Returns the
+    states (step, batch, hidden), and for an LSTM the last cell."""
+    dtype, (batch, hidden) = step.op.outputs[0].type.dtype, step.op.outputs[0].type.static_shape[-2:]
+    x = _shaped(patch, x, (count, batch, graph.type(step.x).static_shape[-1]))
+    w = _rows(graph, [(g.x, g.sign) for g in step.gates], hidden)
+    r = _rows(graph, [(g.h, g.sign) for g in step.gates], hidden)
+    bias = np.concatenate([*(g.sign * g.bias for g in step.gates), *(g.sign * g.state_bias for g in step.gates)])
+    constants = [patch.constant(a[None].astype(dtype), name) for a, name in ((w, "W"), (r, "R"), (bias, "B"))]
+    initial = [_shaped(patch, v, (1, batch, hidden)) for v in begin]
+    way = "reverse" if backward else "forward"
+    attrs = {
+        "GRU": GRUAttrs(
+            hidden, way, activations=("Sigmoid", step.activation), linear_before_reset=not step.reset_first
+        ),
+        "LSTM": LSTMAttrs(hidden, way),
+        "RNN": RNNAttrs(hidden, way, activations=(step.activation,)),
+    }[step.kind]
+    layer = patch.add_op(step.kind, [x, *constants, None, *initial], attrs, outputs=3 if step.cells else 2)
+    states = reshaped(patch, Value(layer.id, 0), (count, batch, hidden))
+    return states, Value(layer.id, 2) if step.cells else None
 
 
 def _shaped(patch: Patch, x: Value, shape: tuple[int, ...]) -> Value:

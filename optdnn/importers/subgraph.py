@@ -169,6 +169,16 @@ class Subgraph:
         plain = None if any(operands[k] for k in lists) else without_lists(self.proto, lists)
         return None if plain is None else self.variant(plain, {})
 
+    def builds(self, types: Sequence[TensorType]) -> bool:
+        taken, reported = set(self.importer.taken), len(self.importer.unsupported)
+        try:
+            self.build(types)
+        except (Unsupported, ShapeError):
+            self.importer.taken.intersection_update(taken)
+            del self.importer.unsupported[reported:]
+            return False
+        return True
+
     def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> Subgraph:
         """Another subgraph at the same position."""
         return Subgraph(self.importer, proto, self.name, self.place, tables)

@@ -128,6 +128,11 @@ class Graph:
         """The ops that read the value, each once."""
         return [self.op(i) for i in dict.fromkeys(u.op for u in self.uses(value))]
 
+    def readers(self, op: Op) -> list[Op]:
+        """The ops that read each result of ``op``, in the order of the results."""
+        reads = {(data["port"], user) for user, edges in self._g._adj[op.id].items() for data in edges.values()}
+        return [self._ops[user] for _, user in sorted(reads)]
+
     def sole_user(self, value: Value) -> Op | None:
         """The op that reads the value, if exactly one slot of one op reads it."""
         found: int | None = None

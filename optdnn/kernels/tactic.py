@@ -43,7 +43,7 @@ class Region:
 
 def readers(graph: Graph, op: Op) -> list[Op]:
     """The operators that read a result of ``op``."""
-    return [user for v in op.values for user in graph.users(v)]
+    return graph.readers(op)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS, Offer, ProblemTactic, Region, Tactic
@@ -24,6 +24,10 @@ from optdnn.lowering.table import TACTICS
 from optdnn.runtime.program import Plain
 from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
+
+DEPTH = 8
+"""Most operators on a path from an operator to a neighbor's neighbor in its signature. A region is smaller, but the residual
+products of a loop of 1,000 steps are a path as long as the loop."""
 
 
 class TacticChoice(NamedTuple):
@@ -130,14 +134,15 @@ def signature(b: Builder, op: Op) -> str:
     return hashlib.sha256(f"{b.arch} {text}".encode()).hexdigest()[:32]
 
 
-def _facts(b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = frozenset()) -> list[Plain]:
-    """The facts of an operator, as JSON, with the facts of its neighbors. ``among``: operators that count as neighbors as well,
-    because an operator on the way here has them as neighbors. ``seen``: the operators so far, with their numbers. Facts that stand
-    there already are a number: paths through the shortcuts of a network are too many to repeat them for each."""
+def _facts(
+    b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = frozenset(), depth: int = DEPTH
+) -> list[Plain]:
+    """The facts of an operator, as JSON, with the facts of its neighbors, and of their neighbors, up to ``depth``. ``among``: operators
+    that count as neighbors as well, because an operator on the way here has them as neighbors. ``seen``: the operators so far, with
+    their numbers. Facts that stand there already are a number: paths through the shortcuts of a network are too many to repeat them
+    for each."""
     seen[op.id] = len(seen)
-    on_gpu = all(o.type.is_static for o in op.outputs)  # the host computes sizes that depend on data
-    tactics = TACTICS.get(op.kind, ()) if on_gpu else ()
-    neighbors = among | {x.id for tactic in tactics for x in tactic.neighbors(b.graph, op)}
+    neighbors = among | _neighbors(b.graph, op)
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:
@@ -153,8 +158,8 @@ def _facts(b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = fro
         inside = bool(among) and value not in b.place  # a result inside the region that computes the neighbor
         place = None if inside else _place(b.operand(value))
         facts: Plain = None
-        if source.id in neighbors:
-            facts = seen[source.id] if source.id in seen else _facts(b, source, seen, neighbors)
+        if source.id in neighbors and depth:
+            facts = seen[source.id] if source.id in seen else _facts(b, source, seen, neighbors, depth - 1)
         operands.append([place, facts])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
@@ -165,6 +170,21 @@ def _facts(b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = fro
         readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbors)
         results.append([str(out.type), out.type.layout, used, kept, readers])
     return [op.kind, repr(op.attrs), operands, results]
+
+
+def _neighbors(graph: Graph, op: Op) -> frozenset[int]:
+    """The ids of the operators that a tactic of ``op`` may compute with it."""
+    known = graph.kept(_known_neighbors)
+    if op.id not in known:
+        on_gpu = all(o.type.is_static for o in op.outputs)  # the host computes sizes that depend on data
+        tactics = TACTICS.get(op.kind, ()) if on_gpu else ()
+        known[op.id] = frozenset(x.id for tactic in tactics for x in tactic.neighbors(graph, op))
+    return known[op.id]
+
+
+def _known_neighbors(graph: Graph) -> dict[int, frozenset[int]]:
+    """The neighbors of operators, found when first asked for."""
+    return {}
 
 
 def _reader(op: Op) -> str:

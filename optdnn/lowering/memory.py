@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from optdnn.errors import InternalError
 from optdnn.kernels.builder import up
 from optdnn.runtime.program import Program, Step
+from optdnn.types import Array
 
 ALIGNMENT = 64
 """Default alignment of every buffer in bytes (a cache line; callers for GPUs ask for 256)."""
@@ -121,15 +124,23 @@ class _Order:
         for i, r in root.items():
             users[r] |= self.users[i]
             ended[r] &= self.ended[i]
-        apart: list[list[int]] = [[] for _ in keys]
-        for a, i in enumerate(keys):
-            of_i, before_i = users[i], ended[i]
-            for b in range(a):
-                j = keys[b]
-                if of_i & ~ended[j] and users[j] & ~before_i:
-                    apart[a].append(b)
-                    apart[b].append(a)
-        return apart
+        if not keys:
+            return []
+        # By step: the groups that begin after it. By group: the others that begin after all of its users.
+        after = np.packbits(_rows([ended[i] for i in keys], len(self.before)).T, axis=1)
+        free = np.stack([np.bitwise_and.reduce(after[list(_bits(users[i]))], axis=0) for i in keys])
+        later = np.unpackbits(free, axis=1, count=len(keys)).astype(bool)
+        apart = ~(later | later.T)
+        np.fill_diagonal(apart, False)
+        return [np.flatnonzero(row).tolist() for row in apart]
+
+
+def _rows(sets: Sequence[int], size: int) -> Array:
+    """Sets as rows of booleans. ``sets``: one bit for each of ``size`` members; bits beyond them are ignored."""
+    width = (size + 7) // 8
+    data = b"".join((s & (1 << size) - 1).to_bytes(width, "little") for s in sets)
+    bits = np.frombuffer(data, np.uint8).reshape(len(sets), width)
+    return np.unpackbits(bits, axis=1, count=size, bitorder="little").astype(bool)
 
 
 def _bits(mask: int) -> Iterator[int]:
@@ -205,15 +216,21 @@ def live_bytes(
 
 def _largest_together(sizes: Sequence[int], neighbors: Sequence[Sequence[int]]) -> int:
     """The size of a heavy clique, found greedily: each buffer in turn, with the largest neighbors that fit."""
-    masks = [sum(1 << j for j in n) for n in neighbors]
-    rank = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    place = np.empty(len(sizes), np.int64)
+    place[order] = np.arange(len(sizes))
+    masks = []  # by place in the order: the lowest bit of a set is its largest buffer
+    for i in order:
+        row = np.zeros(len(sizes), bool)
+        row[place[list(neighbors[i])]] = True
+        masks.append(int.from_bytes(np.packbits(row, bitorder="little").tobytes(), "little"))
     peak = 0
-    for first in rank:
-        left, total = masks[first], sizes[first]
-        for j in sorted(neighbors[first], key=lambda j: (-sizes[j], j)):
-            if left >> j & 1:
-                left &= masks[j]
-                total += sizes[j]
+    for first, left in enumerate(masks):
+        total = sizes[order[first]]
+        while left:
+            largest = (left & -left).bit_length() - 1
+            left &= masks[largest]
+            total += sizes[order[largest]]
         peak = max(peak, total)
     return peak
 

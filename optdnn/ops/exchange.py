@@ -76,6 +76,9 @@ class Subgraph(Protocol):
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
         """Import it as a body with formal inputs of these types; returns the body and the outer values that it captures."""
 
+    def builds(self, types: Sequence[TensorType]) -> bool:
+        """Whether it can be imported as a body with formal inputs of these types. Nothing is reported."""
+
     def stacking(self, operands: Sequence[Ref | None]) -> Stacking | None:
         """The body of a Loop, with the Loop's operands, as a body that stacks the tensors that it appends to sequences.
 

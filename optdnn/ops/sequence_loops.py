@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from optdnn.types import BOOL, INT64, TensorType
 
 MOST_WRITTEN_OUT = 512
 """The most nodes for which a Loop is unrolled although it could stack results instead."""
+MOST_UNROLLED = 8192
+"""The most nodes for which a Loop with other states is unrolled."""
 MOST_REPEATED = 4096
 """The most iterations of a Loop that carries sequences of tensors."""
 
@@ -46,17 +49,19 @@ def _appended(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Se
 
 
 def _stacks(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref] | None:
-    """A Loop that only appends to sequences, with a trip count from data or a symbolic size, as a Loop that stacks its results.
+    """A Loop that only appends to sequences, as a Loop that stacks its results.
 
-    None for other loops, and if the tensors of two iterations may differ in shape.
+    Its trip count follows from data or from a symbolic size; or it has more nodes than are unrolled. None for other loops, and
+    if the tensors of two iterations may differ in shape.
     """
-    plain = None
-    if node.input(0) is not None and _number(e, node.inputs[0]) is None:
-        plain = body.appending([node.input(0), node.input(1), *initial])
-    if plain is None:
+    trips = None if node.input(0) is None else _number(e, node.inputs[0])
+    if node.input(0) is None or (trips is not None and body.repeats(trips, MOST_UNROLLED)):
         return None
+    plain = body.appending([node.input(0), node.input(1), *initial])
     carried = [v for v in initial if not isinstance(v, TensorList)]
     counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
+    if plain is None or (trips is not None and not plain.builds([counter, flag, *(e.type(v) for v in carried)])):
+        return None
     built, captured = build_body(plain, [counter, flag], [e.type(v) for v in carried], [], 1)
     first = len(built.outputs) - (len(initial) - len(carried))
     outside = symbols([e.type(v) for v in captured])
@@ -64,8 +69,16 @@ def _stacks(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequ
         return None
     operands = [node.input(0), node.input(1), *carried, *captured]
     made = e.op("Loop", operands, LoopAttrs(built, len(carried)), outputs=len(built.outputs) - 1)
-    lists, last = iter(Stack([v]) for v in made[first - 1 :]), iter(made[: len(carried)])
+    lists, last = (_parts(e, v, trips) for v in made[first - 1 :]), iter(made[: len(carried)])
     return [*(next(lists if isinstance(v, TensorList) else last) for v in initial), *made[len(carried) : first - 1]]
+
+
+def _parts(e: Emit, stack: Ref, trips: int | None) -> TensorList:
+    """The sequence of the tensors of a stack. ``trips``: the most iterations. All of them run if the stack has as many rows."""
+    dims = e.type(stack).dims
+    if trips is None or dims[0] != trips or not all(isinstance(n, int) for n in dims):
+        return Stack([stack])
+    return TensorList(_rows(e, stack, trips, replace(e.type(stack), shape=dims[1:])))
 
 
 def _number(e: Emit, ref: Ref) -> int | None:

@@ -51,6 +51,8 @@ RULES: Mapping[str, str] = {
     "linear_attention": "linear attention computed by products, in chunks of tokens",
     "appended_rows": "rows that a Loop may append stacked, and selected after it",
     "guarded_loop": "Loops that computed values may end run to their last iteration, with a guard",
+    "unchanged_states": "states that no iteration of a loop changes read from outside",
+    "looped_cells": "cells of an LSTM, GRU or RNN in the body of a loop computed as layers",
     "divided_loop": "operators of loops that need no earlier step computed for all steps at once",
     "long_scan": "long Scans of pointwise steps computed in one launch",
     "long_loop": "long Loops of pointwise steps computed in one launch",

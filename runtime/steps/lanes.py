@@ -6,9 +6,9 @@ the lanes (:class:`optdnn.runtime.program.Slot`). Then every order that the lane
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from optdnn.errors import EngineError
 from optdnn.runtime.program import Program, Slot, Step
@@ -114,10 +114,24 @@ def dependencies(program: Program) -> list[set[int]]:
     """
     conflicts: list[set[int]] = [set() for _ in program.steps]
     for _, users in _by_buffer(program):
-        for (i, a), (k, b) in combinations(users, 2):
-            if i != k and (a.write or b.write) and i not in conflicts[k] and overlap(a.region, b.region):
+        for (i, a), (k, b) in _meeting(users):
+            if i != k and i not in conflicts[k] and overlap(a.region, b.region):
                 conflicts[k].add(i)
     return conflicts
+
+
+def _meeting(users: Sequence[tuple[int, Access]]) -> Iterator[tuple[tuple[int, Access], tuple[int, Access]]]:
+    """The pairs of accesses of a buffer, in order, that may conflict: one of them writes, and their spans meet.
+
+    The steps of a loop read or write thousands of parts of one buffer. Most of these pairs are left out without a closer look."""
+    everything = Region(0, (1 << 62,), (1,))
+    spans = [_span(a.region or everything, 1 << 62) for _, a in users]
+    writers = [n for n, (_, a) in enumerate(users) if a.write]
+    for n, (user, (low, high)) in enumerate(zip(users, spans, strict=True)):
+        later = range(n + 1, len(users)) if user[1].write else writers[bisect(writers, n) :]
+        for m in later:
+            if spans[m][0] <= high and low <= spans[m][1]:
+                yield user, users[m]
 
 
 def check_lanes(program: Program) -> None:
@@ -151,8 +165,8 @@ def first_race(program: Program) -> tuple[int, int, str] | None:
     users = dict(_by_buffer(program))
     for i, uses in users.items():
         name = program.buffers[i].name
-        for (j, a), (k, b) in combinations(uses, 2):
-            if (a.write or b.write) and not together[j] >> k & 1 and overlap(a.region, b.region):
+        for (j, a), (k, b) in _meeting(uses):
+            if not together[j] >> k & 1 and overlap(a.region, b.region):
                 return j, k, f"both use buffer {name!r}, which one of them writes"
     for pair in _sharing(program, users):
         for first, second in (pair, pair[::-1]):

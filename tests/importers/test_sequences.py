@@ -318,6 +318,23 @@ def test_other_loops_are_written_out(row: str, first: str, monkeypatch: pytest.M
     assert "Loop" not in agrees(GROWN.format(row=row, first=first), 18)
 
 
+def test_a_long_loop_that_carries_a_tensor_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of PyTorch that appends the state of each step."""
+    monkeypatch.setattr(sequence_loops, "MOST_UNROLLED", 20)
+    row = CUT + "r = Add(row, seen)  more = SequenceInsert(held, r)  kept = Tanh(r)"
+    found = agrees(GROWN.format(row=row, first="empty"), 18)
+    assert "Loop" in found
+    monkeypatch.setattr(sequence_loops, "MOST_UNROLLED", 100)
+    assert "Loop" not in agrees(GROWN.format(row=row, first="empty"), 18)
+
+
+def test_a_long_loop_whose_rows_differ_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_loops, "MOST_UNROLLED", 0)
+    row = "e = Unsqueeze(next, zero)  row = Slice(x, zero, e, one)  more = SequenceInsert(held, row)  kept = Tanh(seen)"
+    text = GROWN.format(row=row, first="empty").replace("seq(float[2,3])", "seq(float[2,n,3])")
+    assert "Loop" not in agrees(text.replace("[a,3] y", "[2,a,3] y").replace("<axis = 0>(s)", "<axis = 1>(s)"), 18)
+
+
 def test_a_list_that_grows_in_front_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = GROWN.format(row=CUT + "more = SequenceInsert(held, row, begin)  kept = Identity(head)", first="empty")

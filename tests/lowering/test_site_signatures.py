@@ -51,6 +51,17 @@ def test_alike_sites_have_one_signature() -> None:
     assert len(set(found)) > 1
 
 
+def test_the_steps_of_a_loop_share_signatures() -> None:
+    """Each step multiplies the result of the one before it, and adds it: a path through all steps."""
+    n = Net()
+    x, w = n.input(4, 64), n.random(64, 64)
+    for _ in range(2 * choose.DEPTH + 6):
+        x = n.op("Add", n.op("Tanh", n.op("MatMul", x, w)), x)
+    found = [t["signature"] for t in lowered(n.done(x), "fp16").meta["tactics"] if t["kind"] == "MatMul"]
+    assert len(found) == 2 * choose.DEPTH + 6
+    assert len(set(found)) <= choose.DEPTH + 3
+
+
 def test_an_operator_whose_size_depends_on_data_has_no_neighbors() -> None:
     """The host multiplies the rows of a Loop, however many there are; the product after their sum runs on the GPU."""
     graph = from_text("""<ir_version: 8, opset_import: ["": 15]> g (float[4] x, int64 trips) => (float[1,3] y)

@@ -242,6 +242,15 @@ def test_networks_without_a_candidate() -> None:
     check_untouched(GatheredProducts(), n.done(sums))
 
 
+def test_a_long_chain_of_sums_stays() -> None:
+    """A loop of 1,000 steps with a shortcut, unrolled. Of Fibonacci's sums, each has more parts than the one before."""
+    n = Net(np.float64)
+    x, before = n.op("Relu", n.input(POINTS, C)), n.op("Tanh", n.input(POINTS, C, name="y"))
+    for _ in range(1000):
+        x, before = n.op("Add", x, before), x
+    check_untouched(GatheredProducts(), n.done(n.matmul(x, MADE)))
+
+
 def test_a_network_on_the_gpu() -> None:
     check_simulated(edge_convolution(Net()), "fp16")
     n = Net()

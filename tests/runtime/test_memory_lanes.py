@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.arenas import check_by_execution, lanes_of, networks
 
-from optdnn.lowering.memory import Use, plan
+from optdnn.lowering.memory import Use, _largest_together, _Order, lifetimes, plan
 from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import some_order
 from optdnn.runtime.steps.lanes import masks_of, waits_of
@@ -32,6 +32,37 @@ def test_plans_survive_execution_in_any_order_that_lanes_allow(
         check_by_execution([steps[k] for k in order], sizes, found)
     if max(s.lane for s in slots) == 0:
         assert found == plan(steps, sizes)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(networks(), st.integers(0, 10**6))
+def test_buffers_that_live_together_are_those_of_the_definition(
+    network: tuple[list[Use], dict[int, int]], seed: int
+) -> None:
+    steps, sizes = network
+    before = masks_of(waits_of(lanes_of(steps, random.Random(seed))) or [])
+    live = lifetimes(steps, sizes)
+    order, keys = _Order.of(steps, live, before), list(live)
+    found = order.neighbors(keys, {i: i for i in live})
+
+    def follows(one: int, other: int) -> bool:
+        """Whether all users of one buffer have ended when the other is first written."""
+        return not order.users[one] & ~order.ended[other]
+
+    alike = [[b for b in keys if b != a and not follows(a, b) and not follows(b, a)] for a in keys]
+    assert [[keys[n] for n in row] for row in found] == alike
+    assert _largest_together([sizes[i] for i in keys], found) == largest_together([sizes[i] for i in keys], found)
+
+
+def largest_together(sizes: Sequence[int], neighbors: Sequence[Sequence[int]]) -> int:
+    """For each buffer, it and its largest neighbors in turn that are neighbors of all taken so far."""
+    peak = 0
+    for first in range(len(sizes)):
+        taken = [first]
+        for j in sorted(neighbors[first], key=lambda j: (-sizes[j], j)):
+            taken += [j] if all(j in neighbors[i] for i in taken) else []
+        peak = max(peak, sum(sizes[i] for i in taken))
+    return peak
 
 
 def test_an_order_that_lanes_do_not_allow_shows() -> None:

@@ -27,6 +27,7 @@ from optdnn.types import BF16, FP16, FP32, TensorType, normalize_axis
 THREADS = 256
 ACCESS = 16
 """Bytes of a row per thread."""
+NORMS = frozenset({"LayerNormalization", "LpNormalization", "RMSNormalization"})
 SLOTS = 3
 """Number of operands of a norm's meaning before the operands of its stages: input, scale and bias."""
 
@@ -134,21 +135,23 @@ class ShortRowsPair(ShortRows):
 
 def twin(graph: Graph, op: Op) -> Op | None:
     """The norm that shares a launch with ``op``, or None. Both read views of one tensor, with equal attributes and row lengths."""
-    source = op.inputs[0]
-    while source is not None and _takes_part(graph, graph.op(source)):
-        source = graph.op(source).inputs[0]
-    found, todo, rows = dict[int, Op](), [] if source is None else graph.users(source), op.outputs[0].type
-    while todo:
-        user = todo.pop()
-        if _takes_part(graph, user):
-            todo += readers(graph, user)
-        elif (user.kind, user.attrs, len(user.inputs)) == (op.kind, op.attrs, len(op.inputs)):
-            t = user.outputs[0].type
-            if t.dtype == rows.dtype and t.is_static and t.static_shape[-1:] == rows.static_shape[-1:]:
-                found[user.id] = user
-    pairs = sorted(found)
-    mate = pairs.index(op.id) ^ 1 if op.id in found else len(pairs)
-    return found[pairs[mate]] if mate < len(pairs) else None
+    mate = graph.kept(_twins).get(op.id)
+    return None if mate is None else graph.op(mate)
+
+
+def _twins(graph: Graph) -> dict[int, int]:
+    """The ids of all norms with a twin, with the ids of the twins: found at once, since a loop has hundreds of them."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for op in graph.ops():
+        t = op.outputs[0].type if op.kind in NORMS else None
+        if t is not None and t.is_static:
+            source = op.inputs[0]
+            while source is not None and _takes_part(graph, graph.op(source)):
+                source = graph.op(source).inputs[0]
+            form = (source, op.kind, op.attrs, len(op.inputs), t.dtype, t.static_shape[-1:])
+            alike.setdefault(form, []).append(op.id)
+    pairs = [pair for ids in map(sorted, alike.values()) for pair in zip(ids[::2], ids[1::2], strict=False)]
+    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}
 
 
 def _takes_part(graph: Graph, op: Op) -> bool:

@@ -20,7 +20,7 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Buffer, Program, Slot, Step
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, some_order
 from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.runtime.steps.lanes import Region, check_lanes, dependencies, earlier, overlap, waits_of
+from optdnn.runtime.steps.lanes import Region, accesses, check_lanes, dependencies, earlier, overlap, waits_of
 from optdnn.types import FP32, TensorSpec
 
 N = 8
@@ -118,6 +118,27 @@ def test_parts_of_a_joint_buffer_are_independent() -> None:
         add(4, [(0, 0)], (1, 0), 4),
     )
     assert dependencies(replace(p, steps=steps)) == [set(), set(), {1}, {0, 1}, {0, 3}]
+
+
+def test_parts_that_steps_read_and_write_in_any_order() -> None:
+    """The same as from all pairs of steps: many of them access one buffer."""
+    rng, p = random.Random(0), diamond(())
+    for _ in range(30):
+        places = [[(rng.randrange(3), 2 * rng.randrange(6)) for _ in range(3)] for _ in range(12)]
+        steps = [add(k, [one, two], out, 4) for k, (one, two, out) in enumerate(places)]
+        meet = [
+            {
+                i
+                for i in range(k)
+                if any(
+                    a.write | b.write and a.buffer == b.buffer and overlap(a.region, b.region)
+                    for a in accesses(steps[i])
+                    for b in accesses(steps[k])
+                )
+            }
+            for k in range(len(steps))
+        ]
+        assert dependencies(replace(p, steps=tuple(steps))) == meet
 
 
 def test_workspace_that_a_meaning_does_not_name_counts_as_written() -> None:
