@@ -15,7 +15,7 @@ ROUND_S, ELEMENT_S = 4e-6, 4e-12
 """Seconds of a round of prefixes: its launches, and for each element of the states. A round reads and writes seven such tensors."""
 
 
-def is_looped(count: int, size: int) -> bool:
+def is_looped(count: int, size: float) -> bool:
     """Whether a recurrence of ``count`` steps with ``size`` elements of all states is faster as one loop than as rounds on whole
     tensors. Up to 1,024 steps it always is, or nearly: there, rounds would gain 10 us at most, and round their products."""
     rounds = (count - 1).bit_length()
