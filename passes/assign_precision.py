@@ -336,9 +336,12 @@ class _Assignment:
             constant = self.graph.constant_value(v) is not None
             wide = k < op.attrs.states or constant or v.op in self.guarded.reasons
             inputs[k] = made = self._in(v, FP32 if wide else dtype, op)
-            if k >= op.attrs.states and self.graph.type(made).dtype == dtype:
+            if k >= op.attrs.states and v in self.wide and self.graph.type(made).dtype == dtype:
                 narrow.append(k)
-        return tuple(inputs), in_fp32(op.attrs, narrow, dtype)
+        rounded = [
+            k for k, v in enumerate(op.values) if v in self.wide
+        ]  # not those that are fp16 in the network itself
+        return tuple(inputs), in_fp32(op.attrs, narrow, rounded, dtype)
 
     def _moves_rounded(self, op: Op, dtype: DType) -> bool:
         """Whether an op only moves numbers that are rounded to ``dtype`` already: moving them in ``dtype`` is exact."""

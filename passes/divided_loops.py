@@ -254,7 +254,7 @@ class DividedRewrite:
     def _add_core(self) -> dict[int, Value]:
         """Adds the Scan of the core. Returns the last values of the carried states, by their numbers."""
         steps, parts, carried = self.steps, self.parts, self.parts.carried
-        computed = {o.value for o in parts.core}
+        computed = {v for o in parts.core for v in o.values}
         outside = [*(v for o in parts.after for v in o.inputs if v is not None), *(v for v, _ in steps.stacked)]
         before = [k for k in carried if steps.states[k] in outside]
         stacked = [v for v in outside if v in computed] + [steps.following[k] for k in before]

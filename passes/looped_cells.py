@@ -10,7 +10,7 @@ the states of another layer in the same loop. Operators around the cells are com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from optdnn.errors import OptdnnError
@@ -29,7 +29,7 @@ from optdnn.passes.support.facts import operand
 from optdnn.passes.support.iterations import MOST_BYTES
 from optdnn.passes.support.long_steps import LongSteps, steps_of
 from optdnn.passes.support.products import PRODUCTS
-from optdnn.passes.unrolled_cells import CELLS, LEAST, refused_step, steps_before
+from optdnn.passes.unrolled_cells import CELLS, LEAST, Step, refused_step, steps_before
 
 CLEAN: tuple[Pass, ...] = (
     *(FoldConstants(), CommonSubexpressions(), EinsumProducts(), CanonicalizeArithmetic(), FuseActivation()),
@@ -88,16 +88,21 @@ def _layers(steps: LongSteps) -> tuple[dict[int, Layer], Miss | None]:
                 found[k] = Layer(step)
             elif step.cells not in (pairs := list(zip(steps.states, steps.following, strict=True))):
                 continue
-            elif any(_is_read(steps, v, most) for v, most in zip(step.cells, (1, 2), strict=True)):
+            elif _reads_cell(steps, step, {k, cell := pairs.index(step.cells)}):
                 why = Miss("the cells of steps before the last one are read elsewhere")
             else:
-                found[k] = Layer(step, pairs.index(step.cells))
+                found[k] = Layer(step, cell)
     return found, why
 
 
-def _is_read(steps: LongSteps, cell: Value, most: int) -> bool:
-    """Whether more than ``most`` operands of a body are the cell of an LSTM; or results of the loop are, besides its last value."""
-    return steps.body.use_count(cell) > most or any(v == cell for v, _ in steps.stacked)
+def _reads_cell(steps: LongSteps, step: Step, own: Collection[int]) -> bool:
+    """Whether anything but the step of an LSTM, whose states are ``own``, reads its cells: also its gates times a cell, or the
+    tanh of a cell. The layer has only the last cell."""
+    needed = {v for k, v in enumerate(steps.following) if k not in own} | {v for v, _ in steps.stacked}
+    for op in reversed(steps.operators()):
+        if op.value != step.op.value and not needed.isdisjoint(op.values):
+            needed |= {v for v in op.inputs if v is not None}
+    return not needed.isdisjoint(step.cells or ())
 
 
 def _with_constants(graph: Graph, steps: LongSteps, context: PassContext) -> LongSteps | Miss:

@@ -14,8 +14,11 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.types import FP32, DType
 
 
-def in_fp32(attrs: PointwiseScanAttrs, narrow: Collection[int], dtype: DType) -> PointwiseScanAttrs:
-    """The same steps between casts: the operands ``narrow`` (no states) come in ``dtype``, and results are stored in it."""
+def in_fp32(
+    attrs: PointwiseScanAttrs, narrow: Collection[int], rounded: Collection[int], dtype: DType
+) -> PointwiseScanAttrs:
+    """The same steps between casts: the operands ``narrow`` (no states) come in ``dtype``, and the results with the numbers
+    ``rounded`` are stored in it. Other operands and results have the types that the network gave them."""
     register = {slot: ~(k + 1) for k, slot in enumerate(narrow)}
 
     def moved(arg: int) -> int:
@@ -25,12 +28,12 @@ def in_fp32(attrs: PointwiseScanAttrs, narrow: Collection[int], dtype: DType) ->
     stages += [replace(s, args=tuple(None if a is None else moved(a) for a in s.args)) for s in attrs.stages]
     results = list(map(moved, attrs.results))
     stored: dict[int, int] = {}
-    for arg in dict.fromkeys(results):
+    for arg in dict.fromkeys(results[k] for k in rounded):
         stages.append(Stage("Cast", (arg,), CastAttrs(dtype)))
         stored[arg] = ~len(stages)
     return replace(
         attrs,
         stages=tuple(stages),
         following=tuple(map(moved, attrs.following)),
-        results=tuple(stored[arg] for arg in results),
+        results=tuple(stored.get(arg, arg) for arg in results),
     )

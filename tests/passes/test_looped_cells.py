@@ -167,6 +167,13 @@ def test_the_state_before_each_step() -> None:
     assert not after.of_kind("Scan")
 
 
+@pytest.mark.parametrize(("kind", "more"), [("LSTM", ["l0_so", "l0_ig"]), ("GRU", ["l0_z", "l0_n"])])
+def test_gates_of_each_step(kind: str, more: list[str]) -> None:
+    """The Split of the gates, which stays in a loop, has several results that operators after the loop read."""
+    after, _ = check_pass(LoopedCells(), net(kind, more=more), changes=1, context=GPU)
+    assert after.kinds()[kind] == 1
+
+
 def test_a_state_of_another_form_stays_in_a_loop() -> None:
     after, _ = check_pass(LoopedCells(), net("LSTM", largest=True, more=["u1"]), changes=1, context=GPU)
     (scan,) = after.of_kind("Scan")
@@ -181,11 +188,21 @@ def test_an_operator_that_takes_one_step_at_a_time_stays_in_a_loop() -> None:
     after, _ = check_pass(LoopedCells(), net("GRU", after=sort, row="row", rows=2), changes=1, context=GPU)
     (scan,) = after.of_kind("Scan")
     assert (scan.attrs.states, scan.attrs.body.graph.kinds()) == (0, {"TopK": 1})
+    places = net("GRU", after=[*sort, node("Cast", "places", "p", to=F)], row="p", rows=2)
+    check_pass(LoopedCells(), places, changes=1, context=GPU)
 
 
 def test_refusals() -> None:
     cells = net("LSTM", more=["l0_c1"])
     check_refused(LoopedCells(), cells, because="cells of steps before the last one are read elsewhere", context=GPU)
+    for read in (
+        "l0_tc",
+        "l0_fc",
+    ):  # the tanh of the cell, and the kept part of it: the layer's arithmetic, read once more
+        cells = net("LSTM", more=[read])
+        check_refused(
+            LoopedCells(), cells, because="cells of steps before the last one are read elsewhere", context=GPU
+        )
     many = net("RNN", batch=MOST_ROWS + 1)
     check_refused(LoopedCells(), many, because="enough rows for a launch of its own", context=GPU)
 

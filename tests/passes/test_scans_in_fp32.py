@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import feeds_of, lowered, simulate
+from support.simulated import check_simulated, feeds_of, lowered, simulate
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.verify import verify
@@ -117,3 +117,18 @@ def test_sequences_that_are_no_decays_stay_in_bf16() -> None:
     scan, report = assigned(graph, "bf16")
     assert dtypes(graph, scan) == [FP32, BF16, BF16]
     assert not report.refused
+
+
+def test_results_that_are_fp16_in_the_network_stay_fp16_in_bf16() -> None:
+    """A network of two types: the steps store fp16, which an operator in fp16 multiplies."""
+    n = Net()
+    half = n.input(STEPS, CHANNELS, name="half", dtype=FP16)
+    stages = (*RECURRENCE.stages, Stage("Cast", (~2,), CastAttrs(FP16)))
+    attrs = PointwiseScanAttrs(**{**vars(RECURRENCE), "stages": stages, "results": (~3,)})
+    begin, decays = n.const(np.zeros(CHANNELS, np.float32)), n.op("Sigmoid", n.input(STEPS, CHANNELS))
+    states = n.op("PointwiseScan", begin, decays, n.op("Relu", n.input(STEPS, CHANNELS, name="y")), attrs=attrs)
+    graph = n.done(n.op("Mul", states, half))
+    scan, _ = assigned(graph.copy(), "bf16")
+    assert scan.outputs[0].type.dtype == FP16
+    assert [s.kind for s in scan.attrs.stages] == ["Cast", "Mul", "Add", "Cast"]
+    check_simulated(graph, "bf16")
