@@ -338,10 +338,8 @@ class _Assignment:
             inputs[k] = made = self._in(v, FP32 if wide else dtype, op)
             if k >= op.attrs.states and v in self.wide and self.graph.type(made).dtype == dtype:
                 narrow.append(k)
-        rounded = [
-            k for k, v in enumerate(op.values) if v in self.wide
-        ]  # not those that are fp16 in the network itself
-        return tuple(inputs), in_fp32(op.attrs, narrow, rounded, dtype)
+        computed = [k for k, v in enumerate(op.values) if v in self.wide]
+        return tuple(inputs), in_fp32(op.attrs, narrow, computed, dtype)
 
     def _moves_rounded(self, op: Op, dtype: DType) -> bool:
         """Whether an op only moves numbers that are rounded to ``dtype`` already: moving them in ``dtype`` is exact."""

@@ -18,7 +18,7 @@ def in_fp32(
     attrs: PointwiseScanAttrs, narrow: Collection[int], rounded: Collection[int], dtype: DType
 ) -> PointwiseScanAttrs:
     """The same steps between casts: the operands ``narrow`` (no states) come in ``dtype``, and the results with the numbers
-    ``rounded`` are stored in it. Other operands and results have the types that the network gave them."""
+    ``rounded`` are stored in it. Others keep the types that they have in the network."""
     register = {slot: ~(k + 1) for k, slot in enumerate(narrow)}
 
     def moved(arg: int) -> int:
