@@ -43,8 +43,8 @@ class Layer:
 @dataclass
 class Division:
     """The operators of a body ``before`` the loop, in its ``core``, and ``after`` it, each in order. ``shifted``: the states that
-    are values of the previous step, in an order in which they can be computed. ``layers``: of these, the states that a recurrent
-    layer computes for all steps."""
+    are values of the previous step, in an order in which they can be computed. ``layers``: those that a recurrent layer computes
+    for all steps."""
 
     steps: LongSteps
     before: list[Op] = field(default_factory=list)
@@ -82,11 +82,19 @@ def divided_loop(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if not parts.before and not parts.after and not parts.shifted:
         return None if parts.is_pointwise else Miss("all of its operators need what the step before computed")
-    if steps.trips * _largest(parts) > MOST_BYTES:
+    return in_parts(graph, op, parts, steps.operators())
+
+
+def in_parts(graph: Graph, op: Op, parts: Division, stacked: Iterable[Op]) -> Match | Miss:
+    """The match that replaces a loop by its parts. A Miss if the results of one of ``stacked``, operators of its body, would take
+    too much memory for all steps."""
+    types = [o.outputs[0].type for o in stacked]
+    largest = max((math.prod(t.static_shape) * t.dtype.itemsize for t in types), default=0)
+    if parts.steps.trips * largest > MOST_BYTES:
         return Miss("the results of all its steps would take too much memory")
 
     def build(patch: Patch) -> None:
-        for port, new in enumerate(DividedRewrite(patch, parts).results()):
+        for port, new in enumerate(_Rewrite(patch, parts).results()):
             if graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
 
@@ -173,13 +181,7 @@ def _repeats(steps: LongSteps, op: Op) -> bool:
     return refused_operator(steps.body, op) is None
 
 
-def _largest(parts: Division) -> int:
-    """The bytes of the largest result of one step."""
-    types = [o.outputs[0].type for o in parts.steps.operators()]
-    return max((math.prod(t.static_shape) * t.dtype.itemsize for t in types), default=0)
-
-
-class DividedRewrite:
+class _Rewrite:
     """Adds the parts of a loop. ``all``: values of the body for all steps, in the order of positions in the sequences."""
 
     def __init__(self, patch: Patch, parts: Division):

@@ -15,18 +15,15 @@ from dataclasses import replace
 
 from optdnn.errors import OptdnnError
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ir.patch import Patch
-from optdnn.ops.checks import elements
 from optdnn.passes.base import Match, Miss, Pass, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
-from optdnn.passes.divided_loops import DividedRewrite, Layer, divided
+from optdnn.passes.divided_loops import Layer, divided, in_parts
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.support.facts import operand
-from optdnn.passes.support.iterations import MOST_BYTES
 from optdnn.passes.support.long_steps import LongSteps, steps_of
 from optdnn.passes.support.products import PRODUCTS
 from optdnn.passes.unrolled_cells import CELLS, LEAST, Step, refused_step, steps_before
@@ -62,16 +59,7 @@ class _LoopedCells(Rule):
             return Miss("the input of its cell depends on the step before it")
         if not all(x.type.is_static for o in steps.operators() for x in o.outputs):
             return Miss("sizes in its body are not known")
-        around = [o.outputs[0].type for o in (*parts.before, *parts.after)]
-        if steps.trips * max((elements(t) * t.dtype.itemsize for t in around), default=0) > MOST_BYTES:
-            return Miss("the results of all its steps would take too much memory")
-
-        def build(patch: Patch) -> None:
-            for port, new in enumerate(DividedRewrite(patch, parts).results()):
-                if graph.uses(Value(op.id, port)):
-                    patch.replace(Value(op.id, port), new)
-
-        return Match((op,), build)
+        return in_parts(graph, op, parts, (*parts.before, *parts.after))
 
 
 def _layers(steps: LongSteps) -> tuple[dict[int, Layer], Miss | None]:

@@ -123,7 +123,7 @@ def dependencies(program: Program) -> list[set[int]]:
 def _meeting(users: Sequence[tuple[int, Access]]) -> Iterator[tuple[tuple[int, Access], tuple[int, Access]]]:
     """The pairs of accesses of a buffer, in order, that may conflict: one of them writes, and their spans meet.
 
-    The steps of a loop read or write thousands of parts of one buffer. Most of these pairs are left out without a closer look."""
+    The steps of a loop read or write thousands of parts of one buffer. Most pairs are left out without a closer look."""
     everything = Region(0, (1 << 62,), (1,))
     spans = [_span(a.region or everything, 1 << 62) for _, a in users]
     writers = [n for n, (_, a) in enumerate(users) if a.write]

@@ -214,7 +214,7 @@ def test_sizes_that_are_not_known() -> None:
 
 
 def test_results_that_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.passes.looped_cells.MOST_BYTES", 100)
+    monkeypatch.setattr("optdnn.passes.divided_loops.MOST_BYTES", 100)
     around = net(before=[node("MatMul", "xt P", "p"), node("Relu", "p", "xr")], reads="xr")
     check_refused(LoopedCells(), around, because="would take too much memory", context=GPU)
 
