@@ -6,7 +6,6 @@ iterations, so neither the If nor an unrolled iteration can run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from optdnn.ops.bodies import IfAttrs, LoopAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.ops.sort import CompressAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.long_steps import value_behind
 from optdnn.passes.unroll import may_fail
@@ -174,10 +173,6 @@ def _needed(branch: Graph, value: Value) -> list[Op]:
 
 
 class AppendedRows(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "appended_rows"
     rules = (appended_rows,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

@@ -217,12 +217,14 @@ class RulePass(Pass):
 
     rules: Sequence[Rule] = ()
     rewrites_per_op = 16
+    gpu_only = False
+    """No rule is tried for other targets than GPUs."""
     sinks_first = False
     """Start at the last op: if candidates are nested, the larger one (its root comes later) is seen first."""
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """The rules of one run. A pass whose rules need facts of the whole graph gathers them here, once."""
-        return self.rules
+        return self.rules if not self.gpu_only or context.on_gpu else ()
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         ops = graph.order()

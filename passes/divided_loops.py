@@ -23,7 +23,7 @@ from optdnn.ops.bodies import ScanAttrs
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import in_shape, integers, sliced
 from optdnn.passes.support.iterations import MOST_BYTES, Iterations, moved_axis, refused_operator
 from optdnn.passes.support.long_steps import LongSteps, steps_of
@@ -310,10 +310,6 @@ def _body(old: Graph, inputs: Sequence[Value], ops: Iterable[Op], outputs: Seque
 
 
 class DividedLoops(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "divided_loops"
     rules = (divided_loop,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.segment_sum import SegmentSumAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import ints, operand, producer, reshaped
 from optdnn.types import Array
 
@@ -110,7 +110,4 @@ def folded_windows(graph: Graph, op: Op) -> Match | Miss | None:
 class FoldedWindows(RulePass):
     name = "folded_windows"
     rules = (folded_windows,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Libraries for CPUs have a kernel of their own."""
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # libraries for CPUs have a kernel of their own

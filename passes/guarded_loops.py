@@ -20,7 +20,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.bodies import LoopAttrs
 from optdnn.ops.shape import ReshapeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, operand, reshaped
 from optdnn.passes.unroll import TRIPS, goes_on, may_fail, number_of, too_much
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
@@ -131,10 +131,6 @@ def _guarded(old: Graph, carried: int, given: Sequence[TensorType]) -> Graph:
 
 
 class GuardedLoops(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "guarded_loops"
     rules = (guarded_loop,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

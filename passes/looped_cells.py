@@ -10,7 +10,7 @@ the states of another layer in the same loop. Operators around the cells are com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from optdnn.errors import OptdnnError
@@ -134,10 +134,6 @@ def _with_constants(graph: Graph, steps: LongSteps, context: PassContext) -> Lon
 
 
 class LoopedCells(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "looped_cells"
     rules = (_LoopedCells(),)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

@@ -7,14 +7,14 @@ millisecond.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.cropped_boxes import cropped_boxes
 from optdnn.passes.support.bag_bodies import takes_rows, value_outside
 from optdnn.passes.support.facts import integers, ints, operand, producer, reshaped
@@ -145,10 +145,6 @@ def _add_peaks(patch: Patch, body: Graph, all_at_once: Iterations, peaks: Peaks)
 
 
 class ParallelLoops(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "parallel_loops"
     rules = (cropped_boxes, parallel_loop)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

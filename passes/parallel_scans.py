@@ -6,11 +6,9 @@ several launches per point. As one broadcast subtraction and one reduction, it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, shape_of
 from optdnn.passes.support.iterations import Iterations, moved_axis, refusal
 from optdnn.types import normalize_axis
@@ -69,10 +67,6 @@ def _results(patch: Patch, op: Op, trips: int) -> list[Value]:
 
 
 class ParallelScans(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "parallel_scans"
     rules = (parallel_scan,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

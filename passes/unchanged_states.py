@@ -13,7 +13,7 @@ from optdnn.ir.body import GraphBody
 from optdnn.ir.counters import result
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, RulePass, rule
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.long_steps import value_behind
 
@@ -66,10 +66,6 @@ def _captured(body: GraphBody, slots: Sequence[int], ports: Sequence[int]) -> Gr
 
 
 class UnchangedStates(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "unchanged_states"
     rules = (unchanged_states,)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

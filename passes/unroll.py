@@ -16,7 +16,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.single_steps import single_step
 from optdnn.passes.support.facts import RESHAPES, in_shape, integers, operand, shape_of
 from optdnn.passes.support.paths import value_before
@@ -321,10 +321,6 @@ def _stacked(patch: Patch, row: Sequence[Value], axis: int) -> Value:
 
 
 class Unroll(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "unroll"
     rules = (unroll_loop, unroll_scan, single_step, known_branch, branch_for_none, both_branches)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()
+    gpu_only = True  # the libraries of the CPU run loops

@@ -29,7 +29,6 @@ _STEPS = frozenset(
 """Step functions: a small change of an operand may change the result by 1."""
 _LOOK_AHEAD = 9
 """Most operators that the search for a step function passes."""
-_MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 
 
 def feeds_step(graph: Graph, value: Value) -> Op | None:

@@ -23,10 +23,6 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.types import DTYPES, FP16
 
 
-def relu(n: QNet, x: Value) -> Value:
-    return n.op("Relu", x)
-
-
 def chain(
     n: QNet, layer: Callable[[Value], Value], *shape: int, dtype: Any = np.int8, zero: int | None = None
 ) -> Graph:

@@ -15,8 +15,6 @@ from optdnn.ops.linear_attention import DELTA, GATED, LinearAttentionAttrs
 from optdnn.passes.linear_attentions import CHUNK, FEW, MOST_CHUNKS, MOST_STEPS, LinearAttentions
 
 RULES = ["linear", "gated", "delta", "gated_delta"]
-ONE = {"Exp": 1, "MatMul": 2, "Transpose": 7}
-"""What one token of a gated delta rule needs, besides arithmetic and views."""
 
 
 def net(

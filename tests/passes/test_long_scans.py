@@ -142,8 +142,6 @@ def test_the_kernel_exchanges_states_at_once(tmp_path: Path) -> None:
     compare_graph(delayed(), "fp32", tmp_path)
 
 
-PRODUCT = [node("Mul", "s a", "m"), node("MatMul", "m z", "t"), node("Tanh", "t", "y")]
-REDUCED = [node("Mul", "s a", "t"), node("Add", "b w", "c"), node("ReduceSum", "t last_axis", "y", keepdims=0)]
 PASSED = [node("Identity", "a", "t"), node("Add", "s b", "y")]
 NARROW = [node("Mul", "s a", "t"), node("Mul", "b w", "y")]
 

@@ -13,8 +13,6 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.radix_sums import RadixSums
 
-SUM = ReduceAttrs(keepdims=False)
-
 
 def groups(n: Net, x: Value, radix: int) -> Value:
     images, channels, *size = n.dims(x)

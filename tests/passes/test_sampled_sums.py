@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.sampled_cases import CASES, POINTS, QUERIES, attention, deformed, graph_of, pictures
+from support.sampled_cases import CASES, POINTS, QUERIES, deformed, graph_of, pictures
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
@@ -56,11 +56,6 @@ def test_columns_are_multiplied_with_one_matrix() -> None:
     graph, _ = check_pass(PASS, graph_of("deformed"), changes=1, rules={"deformed_columns": 1})
     (product,) = graph.of_kind("MatMul")
     assert graph.type(product.inputs[0]).static_shape == (2, 63, 9 * 16)  # type: ignore[arg-type]
-
-
-def summed(**options: Any) -> Graph:
-    n = Net()
-    return n.done(*attention(n, **options))
 
 
 @pytest.mark.parametrize("rank", [4, 5])

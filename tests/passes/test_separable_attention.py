@@ -12,10 +12,7 @@ from optdnn.ir.graph import Value
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.passes.base import PassContext
 from optdnn.passes.separable_attention import SeparableAttention
-
-FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
 
 
 def split(n: Net, x: Value, *widths: int, bias: bool = True, group: int = 1) -> list[Value]:

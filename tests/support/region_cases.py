@@ -14,8 +14,6 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array, TensorType
 
-FP32 = np.dtype(np.float32)
-
 
 def random(*shape: int, seed: int = 0) -> Array:
     """Normal numbers in fp32, which depend on the seed."""

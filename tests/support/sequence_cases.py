@@ -18,8 +18,6 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import AlphaAttrs
 from support.net import Net
 
-NO = ("",) * 4
-
 
 def heads(n: Net, x: Value, count: int, size: int) -> Value:
     """(B, L, C) projected to (B, H, L, D)."""

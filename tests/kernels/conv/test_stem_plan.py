@@ -20,7 +20,6 @@ from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import Array, to_tf32
 
-PLAIN: tuple[tuple[str, ...], ...] = (("bias",),)
 CLIP: tuple[tuple[str | float, ...], ...] = (("bias",), ("clip", -1.0, 2.0))
 
 

@@ -146,11 +146,6 @@ def added(n: Net) -> list[Value]:
     return [n.op("Add", n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), x)]
 
 
-def scaled(n: Net) -> list[Value]:
-    x = n.op("Mul", n.op("Abs", pixels(n)), n.positive(1, 64, 1, 1))
-    return [n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), x]
-
-
 def images(n: Net) -> list[Value]:
     return [n.conv(n.conv(n.conv(n.input(2, 8, 9, 7), 64), 16, 1, pads=0), 24, 1, pads=0)]
 
