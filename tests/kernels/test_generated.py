@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.generated_cases import FAMILIES, graph_of
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_graph, compare_steps
 from support.quantized_nets import QNet
@@ -38,7 +38,7 @@ def test_meanings(family: str) -> None:
     check_simulated(graph_of(family), "fp32", tolerance=2e-5)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("family", "precision"),
     sweep(
@@ -72,7 +72,7 @@ def test_warps_share_the_lines_of_running_sums(shape: tuple[int, ...], axis: int
     assert any("__shfl_up_sync" in text for k in program.kernels for text in k.generated.values()) == warps
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
 def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:
     """If they are contiguous in the operand, and planes in the result."""
@@ -85,7 +85,7 @@ def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: boo
     assert any("i64(v) * p.sy[1]" in text for k in program.kernels for text in k.generated.values()) == planes
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("height", "mode", "runs"),
     [(24, "linear", True), (13, "linear", False), (16, "cubic", True), (16, "nearest", False)],
@@ -101,7 +101,7 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
     assert any("places[j]" in text for k in program.kernels for text in k.generated.values()) == runs
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("width", "attrs", "precision", "runs"),
     [
@@ -136,7 +136,7 @@ def test_a_thread_resizes_several_pixels_of_a_row(
     assert any("line[s]" in text for k in program.kernels for text in k.generated.values()) == runs
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("sizes", "attrs", "precision", "runs"),
     [
@@ -171,7 +171,7 @@ def test_a_thread_resizes_several_pixels_with_their_channels(
     assert any("line[s * " in text for k in program.kernels for text in k.generated.values()) == runs
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_a_resized_image_of_few_pixels_keeps_a_pixel_per_thread() -> None:
     n = Net()
     x, attrs = n.op("Neg", n.input(1, 32, 32, 256)), resize.ResizeAttrs("linear", "half_pixel")
@@ -181,7 +181,7 @@ def test_a_resized_image_of_few_pixels_keeps_a_pixel_per_thread() -> None:
     assert [("line[s * " in text) for text in texts if " taps(" in text] == [True, False]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
 def test_pointwise_work_on_8_bit_integers_is_exact(
@@ -215,7 +215,7 @@ def test_other_roundings_are_no_quantization(zero: float, high: float) -> None:
     assert not any("quantized(" in text for k in program.kernels for text in k.generated.values())
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_the_comparison_notices_another_kernel(tmp_path: Path) -> None:
     (tmp_path / "right").mkdir()
     n = Net()
@@ -229,7 +229,7 @@ def test_the_comparison_notices_another_kernel(tmp_path: Path) -> None:
         compare_steps(broken, feeds_of(graph), 3e-6, tmp_path)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_long_sums_in_fp32_do_not_lose_bits(tmp_path: Path) -> None:
     """Products are added up in runs. One chain of 6,000 additions would be off by 2e-6."""
     n = Net()
@@ -244,7 +244,7 @@ def test_long_sums_in_fp32_do_not_lose_bits(tmp_path: Path) -> None:
     assert compare_steps(lowered(graph, "fp32"), feeds_of(graph), 5e-7, tmp_path) >= 2
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_a_chain_with_casts_rounds_where_it_says(tmp_path: Path) -> None:
     stages = (
         Stage("Mul", (-1, 1)),
@@ -259,7 +259,7 @@ def test_a_chain_with_casts_rounds_where_it_says(tmp_path: Path) -> None:
     compare_steps(program, feeds_of(graph), 1e-6, tmp_path)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("size", "strides"), [(16, 2), (15, 2), (16, 4)])
 def test_the_layout_of_a_stem(size: int, strides: int, tmp_path: Path) -> None:
     n = Net(seed=3)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import built
 from support.on_processor import compare_steps
 from support.pictures import resized
 from support.simulated import check_simulated, kinds, lowered
@@ -25,8 +25,7 @@ from optdnn.types import FP32
 
 
 def graph_of(**options: Any) -> Graph:
-    n = Net()
-    return n.done(*resized(n, **options))
+    return built(resized, **options)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -39,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_agrees_with_its_meaning(case: str, tmp_path: Path) -> None:
     graph = graph_of(**CASES[case])

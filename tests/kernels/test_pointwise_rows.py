@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.simulated import check_simulated, lowered, step_tactics
@@ -125,15 +125,14 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
     made, because = REFUSED[name]
-    n = Net()
-    program = lowered(n.done(*made(n)), "fp32", opt_level=2)
+    program = lowered(built(made), "fp32", opt_level=2)
     found: Any = [t for t in program.meta["tactics"] if t["kind"] in ("Add", "Pointwise")]  # type: ignore[union-attr, index, call-overload]
     reasons = [r["reason"] for t in found for r in t.get("refused", ()) if r["tactic"] == "pointwise_rows"]
     assert any(because in r for r in reasons), reasons
     assert "pointwise_rows" not in step_tactics(program)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:

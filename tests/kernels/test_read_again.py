@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Value
@@ -47,5 +47,4 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_they_are_stored(name: str) -> None:
-    n = Net()
-    check_simulated(n.done(NETS[name](n)))
+    check_simulated(built(NETS[name]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import on_gpu
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
@@ -61,7 +61,7 @@ def in_config(
     return program
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CONFIGS, *list(CONFIGS)[3:5]))
 def test_configurations_on_the_processor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orin has 16 multiprocessors: a block has several items, which wait for other blocks in turn."""
@@ -76,7 +76,7 @@ CELLS = {name: make for name, make in SMALL.items() if name != "lstm wide batch"
 }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep(

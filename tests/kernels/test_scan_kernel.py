@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
@@ -26,7 +26,7 @@ def test_meanings(name: str, precision: str) -> None:
     assert tactics(program, "PointwiseScan") == ["pointwise_scan"]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16", step=2))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)

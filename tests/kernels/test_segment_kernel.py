@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
@@ -27,7 +27,7 @@ def test_meanings(name: str, precision: str) -> None:
     assert not {"ScatterND", "ScatterElements"} & set(kinds(program))
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16", step=2))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)

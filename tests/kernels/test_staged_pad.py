@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph, compare_steps
@@ -111,7 +111,7 @@ def test_refusals(reason: str) -> None:
     assert {r["tactic"]: r["reason"] for r in found[0]["refused"]}["pad_staged"] == reason  # type: ignore[union-attr, index, call-overload]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_launches_on_a_gpu(name: str, precision: str) -> None:
     checked_launches(CASES[name](), precision)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("mode", ["reflect", "edge", "wrap", "constant"])
 def test_negative_pads_crop_first(mode: str, tmp_path: Path) -> None:
     n = Net()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("shape", "perm"), CASES)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_tiles(shape: tuple[int, ...], perm: tuple[int, ...], precision: str, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_tiles(shape: tuple[int, ...], perm: tuple[int, ...], precision: str, tm
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "to"), [(FP16, FP32), (FP32, FP16), (FP32, BF16)])
 @pytest.mark.parametrize(("shape", "perm"), CASES[:2])
 def test_conversions_and_operators(
@@ -73,7 +73,7 @@ def test_conversions_and_operators(
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) == len(program.steps)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("channels", [150, 21])
 def test_the_last_tile_may_read_padding(channels: int, tmp_path: Path) -> None:
     """Scores of 150 classes, whose pixels lie 152 elements apart, become planes."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.conv_cases import excited
-from support.net import Net
+from support.net import Net, built
 from support.quantized_nets import norm_network
 from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
@@ -216,8 +216,7 @@ def test_row_invariant_sums_in_the_order_that_a_large_batch_takes(name: str) -> 
     seen: dict[bool, set[str]] = {False: set(), True: set()}
     for batch in (1, 8, 64):
         for invariant in seen:
-            n = Net()
-            found = emitted(n.done(build(n, batch)), row_invariant=invariant).decisions
+            found = emitted(built(build, batch), row_invariant=invariant).decisions
             (d,) = [d for d in found if kind in (d.op.kind, d.choice.tactic)]
             seen[invariant].add(order(d.variant))
     assert len(seen[False]) > 1, "else the test says nothing"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -28,7 +28,7 @@ from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.types import BF16, FP16, FP32, INT8, INT64, DType
 
-HOST = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+HOST = needs_compiler
 
 
 def heads(*widths: int, size: int = 6) -> Graph:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnxruntime import InferenceSession
-from support.net import Net, call_of
+from support.net import Net, built, call_of
 from support.peak_cases import CASES, graph_of, peaks
 
 from optdnn.errors import ShapeError, UnsupportedError
@@ -32,8 +32,7 @@ def test_export(name: str) -> None:
 
 
 def peak(least: int = 1) -> tuple[Any, Op]:
-    n = Net()
-    graph = n.done(*peaks(n, least=least))
+    graph = built(peaks, least=least)
     return graph, graph.of_kind("ResizedPeaks")[0]
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
-from support.fallback import BOOL, I64, F, model, node
+from support.fallback import BOOL, I64, F, body, model, node
 from support.simulated import check_simulated, kinds
 
 from optdnn.importers.onnx import import_model
@@ -36,11 +35,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divided_loops, "TRIPS", 3)
     monkeypatch.setattr(long_scans, "TRIPS", 3)
     monkeypatch.setattr("optdnn.passes.unroll.MOST_TRIPS", 3)
-
-
-def body(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
-    return helper.make_graph(nodes, "body", *infos)
 
 
 def constants() -> dict[str, np.ndarray]:

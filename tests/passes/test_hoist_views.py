@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
-from support.net import Net
+from support.net import Net, built
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -371,8 +371,7 @@ def test_the_addition_goes_with_the_norm(last: bool) -> None:
     ],
 )
 def test_other_norms_stay_after_their_views(changes: dict[str, Any], because: str) -> None:
-    n = Net()
-    check_refused(HoistViews(), n.done(windows(n, **changes)), because=because)
+    check_refused(HoistViews(), built(windows, **changes), because=because)
 
 
 def test_norms_of_unknown_sizes_stay() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
-from support.fallback import BOOL, I64, F, model, node
-from support.host import WHY_NOT
+from support.fallback import BOOL, I64, F, body, model, node
+from support.host import needs_compiler
 from support.on_processor import compare_graph
 from support.simulated import check_simulated, kinds
 
@@ -27,11 +26,6 @@ LENGTH = 7
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scans of more than three steps are long here."""
     monkeypatch.setattr(long_scans, "TRIPS", 3)
-
-
-def body(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
-    return helper.make_graph(nodes, "body", *infos)
 
 
 GATED = [
@@ -137,7 +131,7 @@ def test_a_state_that_another_state_becomes() -> None:
     assert not after.of_kind("Scan")
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_the_kernel_exchanges_states_at_once(tmp_path: Path) -> None:
     compare_graph(delayed(), "fp32", tmp_path)
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
-from support.fallback import BOOL, I64, F, model, node
+from support.fallback import BOOL, I64, F, body, model, node
 from support.simulated import check_simulated, kinds
 
 from optdnn.importers.onnx import import_model
@@ -109,11 +108,11 @@ def net(
     stacks = [f"ys{k}" for k in range(1 + len(more))]
     if loop:
         nodes = [node("Identity", "c", "go"), node("Gather", "x i", "xt", axis=0), *nodes]
-        inner = graph(nodes, [("i", I64, []), ("c", BOOL, []), *rest], [("go", BOOL, []), *results])
+        inner = body(nodes, [("i", I64, []), ("c", BOOL, []), *rest], [("go", BOOL, []), *results])
         given["trips"] = steps
         whole = node("Loop", " ".join(["trips -", *begins]), " ".join([*ends, *stacks]), body=inner)
     else:
-        inner, way = graph(nodes, [*rest, ("xt", F, [batch, WIDTH])], results), int(backward)
+        inner, way = body(nodes, [*rest, ("xt", F, [batch, WIDTH])], results), int(backward)
         whole = node(
             "Scan", " ".join([*begins, "x"]), " ".join([*ends, *stacks]), body=inner, num_scan_inputs=1,
             scan_input_directions=[way], scan_output_directions=[way] * len(stacks),
@@ -125,11 +124,6 @@ def net(
         "Q": np.arange(HIDDEN * 5).reshape(HIDDEN, 5) * 1.0,
     }
     return import_model(model([whole], inputs, outputs, **given))
-
-
-def graph(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
-    return helper.make_graph(nodes, "body", *infos)
 
 
 @pytest.mark.parametrize("loop", [False, True])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
-from support.net import Net
+from support.net import Net, built
 from support.simulated import kinds, lowered
 
 from optdnn.dim import symbol
@@ -110,8 +110,7 @@ def wider_result(n: Net) -> Value:
 
 @pytest.mark.parametrize("made", [other_count, some_counts, symbolic_count, divided_count, wider_result])
 def test_other_divisions_stay(made: object) -> None:
-    n = Net()
-    check_untouched(MEANS, n.done(made(n)))  # type: ignore[operator]
+    check_untouched(MEANS, built(made))  # type: ignore[operator]
 
 
 def test_refused_where_the_sum_is_read_by_others() -> None:
@@ -179,8 +178,7 @@ def of_integers(n: Net) -> Value:
 
 @pytest.mark.parametrize("made", [other_kind, dropped_later, kept_later, of_integers])
 def test_other_reductions_stay(made: object) -> None:
-    n = Net()
-    check_untouched(NESTED, n.done(made(n)))  # type: ignore[operator]
+    check_untouched(NESTED, built(made))  # type: ignore[operator]
 
 
 def test_reductions_that_are_refused() -> None:
@@ -229,12 +227,8 @@ def test_reductions_of_views_that_stay() -> None:
     n = Net()
     rows = n.op("Reshape", n.input(2, 3, 20), n.ints(2, 60))
     check_refused(JOINED, n.done(reduced(n, rows, (1,)), n.op("Relu", rows)), because="is read elsewhere")
-    n = Net()
-    check_refused(JOINED, n.done(flattened(n, (2, 6, 10), (2,), False)), because="splits a reduced axis, or joins it")
-    n = Net()
-    check_refused(
-        JOINED, n.done(flattened(n, (2, 3, 2, 10), (3,), False)), because="splits a reduced axis, or joins it"
-    )
+    check_refused(JOINED, built(flattened, (2, 6, 10), (2,), False), because="splits a reduced axis, or joins it")
+    check_refused(JOINED, built(flattened, (2, 3, 2, 10), (3,), False), because="splits a reduced axis, or joins it")
 
 
 class _Both(RulePass):

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
-from support.fallback import F, model, node
+from support.fallback import F, body, model, node
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
@@ -22,8 +21,7 @@ GPU = PassContext(target="cuda:sm_90a")
 
 def scan(nodes: list[onnx.NodeProto], out: list[int], length: Any = 5, **attrs: Any) -> Graph:
     """A state ``s`` of (4, 3), rows ``x`` of 3 and matrices ``z`` of (3, 2), along their last axis; ``w`` is captured."""
-    infos = [[("s", F, [4, 3]), ("x", F, [3]), ("z", F, [3, 2])], [("t", F, [4, 3]), ("y", F, out)]]
-    inner = helper.make_graph(nodes, "body", *([helper.make_tensor_value_info(*i) for i in some] for some in infos))
+    inner = body(nodes, [("s", F, [4, 3]), ("x", F, [3]), ("z", F, [3, 2])], [("t", F, [4, 3]), ("y", F, out)])
     given = {"num_scan_inputs": 2, "scan_input_axes": [0, -1], **attrs}
     scanned = node("Scan", "s0 xs zs", "last ys", body=inner, **given)
     inputs = [("s0", F, [4, 3]), ("xs", F, [length, 3]), ("zs", F, [3, 2, length]), ("w", F, [4, 3])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.check import check_pass, check_refused, check_untouched
-from support.net import Net
+from support.net import Net, built
 from support.scan_cases import CASES, STEPS, graph_of, multiplied, stacked, taken, zeros
 
 from optdnn.dim import symbol
@@ -94,8 +94,7 @@ def test_states_that_move_along_stay() -> None:
 
 
 def test_products_with_other_rows_stay() -> None:
-    n = Net()
-    graph, _ = check_pass(PASS, n.done(*multiplied(n, mixed=True)), changes=STEPS, rules={"outer_step": STEPS})
+    graph, _ = check_pass(PASS, built(multiplied, mixed=True), changes=STEPS, rules={"outer_step": STEPS})
     assert len(graph.of_kind("MatMul")) == STEPS
 
 

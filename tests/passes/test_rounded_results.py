@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.on_processor import compare_steps
 from support.quantized_nets import FP8, QNet, folded, within
 from support.simulated import calibrated, feeds_of
@@ -324,7 +324,7 @@ def test_casts_to_half_in_between() -> None:
     within(graph, done, 0.0501)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
 @pytest.mark.parametrize(
     ("after", "product"),

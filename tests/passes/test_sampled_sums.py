@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.check import check_pass, check_refused, check_untouched
-from support.net import Net
+from support.net import Net, built
 from support.sampled_cases import CASES, POINTS, QUERIES, deformed, graph_of, pictures
 
 from optdnn.dim import symbol
@@ -48,8 +48,7 @@ def test_heads_of_pictures_are_groups_of_channels(name: str) -> None:
 
 
 def test_heads_of_one_picture_are_a_view() -> None:
-    n = Net()
-    check_pass(PASS, n.done(*pictures(n, batch=1)), changes=1, rules={"sampled_sum": 1})
+    check_pass(PASS, built(pictures, batch=1), changes=1, rules={"sampled_sum": 1})
 
 
 def test_columns_are_multiplied_with_one_matrix() -> None:
@@ -113,8 +112,7 @@ def convolution(units: Any = None, sizes: tuple[Any, ...] = (6, 5), batch: Any =
 
 
 def test_it_refuses_deformable_convolutions() -> None:
-    n = Net()
-    check_refused(PASS, n.done(*deformed(n, group=2)), because="it has 2 groups")
+    check_refused(PASS, built(deformed, group=2), because="it has 2 groups")
     check_refused(PASS, convolution(), because="its weights are not constant")
     check_refused(PASS, convolution(8, (6, 1)), because="only one row or column")
     check_refused(PASS, convolution(8, batch=symbol("n", 1, 8)), because="sizes are not known")

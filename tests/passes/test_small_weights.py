@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.check import evaluate, random_feeds
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -54,8 +54,7 @@ PRODUCTS: dict[str, tuple[Callable[[Net], Value], int]] = {
 
 def small(name: str, gamma: float = GAMMA) -> Graph:
     """The network with all constants times ``gamma``, and its stages fused."""
-    n = Net()
-    graph = n.done(PRODUCTS[name][0](n))
+    graph = built(PRODUCTS[name][0])
     FuseEpilogue()(graph, PassContext(target="cuda:sm_90a"))
     for op in graph.of_kind("Constant"):
         value = graph.add_constant((op.attrs.value * gamma).astype(np.float32), op.outputs[0].name, op.src)

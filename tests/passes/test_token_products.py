@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Value
@@ -65,8 +65,7 @@ def stem(n: Net, other: bool = False) -> Value:
 
 @pytest.mark.parametrize(("build", "turns"), [(mixer, 0), (resmlp, 0), (gmlp, 0), (stem, 1)])
 def test_nothing_is_transposed_along_tokens(build: Callable[[Net], Value], turns: int) -> None:
-    n = Net()
-    graph, _ = check_pass(TokenProducts(), n.done(build(n)), changes=1, rules={"token_product": 1}, context=FP16)
+    graph, _ = check_pass(TokenProducts(), built(build), changes=1, rules={"token_product": 1}, context=FP16)
     assert len(graph.of_kind("Transpose")) == turns
     left = [op for op in graph.of_kind("MatMul") if graph.constant_value(op.inputs[0]) is not None]
     assert len(left) == (2 if build is mixer else 1)
@@ -118,8 +117,7 @@ def _few_tokens(n: Net) -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], context: PassContext, because: str) -> None:
-    n = Net()
-    check_refused(TokenProducts(), n.done(build(n)), because=because, context=context)
+    check_refused(TokenProducts(), built(build), because=because, context=context)
 
 
 def _read_between(n: Net) -> tuple[Value, ...]:
@@ -152,8 +150,7 @@ def _heads(n: Net) -> tuple[Value, ...]:
 
 @pytest.mark.parametrize("build", [_read_between, _of_two, _computed, _widened, _no_product, _heads])
 def test_networks_without_a_candidate(build: Callable[[Net], tuple[Value, ...]]) -> None:
-    n = Net()
-    check_untouched(TokenProducts(), n.done(*build(n)), FP16)
+    check_untouched(TokenProducts(), built(build), FP16)
 
 
 @pytest.mark.parametrize(("build", "launches"), [(mixer, 5), (resmlp, 3), (gmlp, 4), (stem, 4)])

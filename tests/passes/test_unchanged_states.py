@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 from support.check import check_pass, check_untouched
-from support.fallback import BOOL, I64, F, model, node
+from support.fallback import BOOL, I64, F, body, model, node
 from support.simulated import check_simulated
 
 from optdnn.importers.onnx import import_model
@@ -28,30 +26,25 @@ def net(
 
     ``changes``: the weights do not. ``read``: whether the weights are read after the loop. ``given``: whether they are an input."""
     size: list[Any] = [2, 3]
-    body = [
+    nodes = [
         node("MatMul", "s w", "p"), node("Add", "p x", "q"), node("Tanh", "q", "t"), node("Identity", "t", "y"),
         node("Neg" if changes else "Identity", "w", "w1"),
     ]  # fmt: skip
     states, following = [("w", F, [3, 3]), ("s", F, size)], [("w1", F, [3, 3]), ("t", F, size)]
     if kind == "Loop":
-        body += [node("Identity", "c", "go"), node("Gather", "all i", "x"), node("Identity", "all", "all1")]
+        nodes += [node("Identity", "c", "go"), node("Gather", "all i", "x"), node("Identity", "all", "all1")]
         own = [("i", I64, []), ("c", BOOL, [])]
         states, following = [*own, *states, ("all", F, [steps, 2, 3])], [*following, ("all1", F, [steps, 2, 3])]
-        inner = graph(body, states, [("go", BOOL, []), *following, ("y", F, size)])
+        inner = body(nodes, states, [("go", BOOL, []), *following, ("y", F, size)])
         whole = node("Loop", "trips - weights s0 xs", "wn sn xn ys", body=inner)
     else:
-        inner = graph(body, [*states, ("x", F, size)], [*following, ("y", F, size)])
+        inner = body(nodes, [*states, ("x", F, size)], [*following, ("y", F, size)])
         whole = node("Scan", "weights s0 xs", "wn sn ys", body=inner, num_scan_inputs=1)
     after = [node("Add", "sn shift", "z"), *([node("Neg", "wn", "v")] if read else [])]
     inputs = [("xs", F, [steps, 2, 3]), ("s0", F, size), *([("weights", F, [3, 3])] if given else [])]
     outputs = [("ys", F, None), ("z", F, None), *([("v", F, None)] if read else [])]
     weights = {} if given else {"weights": np.arange(9.0).reshape(3, 3) / 40}
     return import_model(model([whole, *after], inputs, outputs, trips=np.array(steps), shift=0.5, **weights))
-
-
-def graph(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
-    return helper.make_graph(nodes, "body", *infos)
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -64,7 +57,7 @@ def test_weights_and_sequences_that_pass_through(kind: str, read: bool) -> None:
 
 
 def test_a_loop_without_any_result_of_its_own() -> None:
-    inner = graph(
+    inner = body(
         [node("Identity", "c", "go"), node("Identity", "s", "t")],
         [("i", I64, []), ("c", BOOL, []), ("s", F, [2])], [("go", BOOL, []), ("t", F, [2])],
     )  # fmt: skip

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 from support.check import check_pass, check_refused, check_untouched
-from support.fallback import BOOL, I64, F, model, node
+from support.fallback import BOOL, I64, F, body, model, node
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
@@ -19,11 +19,6 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.unroll import Unroll
 
 GPU = PassContext(target="cuda:sm_90a")
-
-
-def body(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
-    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
-    return helper.make_graph(nodes, "body", *infos)
 
 
 def loop(condition: str = "Identity", **constants: Any) -> Graph:

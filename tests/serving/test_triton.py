@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from support.scripts import module_of
 
 import optdnn
 from optdnn.cli.main import run
@@ -54,12 +54,7 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     assert run(["export-triton", str(tmp_path / f"{name}.engine"), str(tmp_path / "models")]) == 0
     folder = tmp_path / "models" / name
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in())
-    spec = importlib.util.spec_from_file_location("model", folder / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = module.TritonPythonModel()
+    made = module_of(folder / "1" / "model.py").TritonPythonModel()
     made.initialize({"model_repository": str(folder), "model_version": "1"})
     return made, (folder / "config.pbtxt").read_text()
 

@@ -5,12 +5,13 @@ FOLDER below holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (netw
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from support.scripts import module_of
 
 BOX, SCORE = 1e-3, 1e-3
 """At fp32, two boxes are equal if their corners (as a share of the image) and scores differ by no more than this."""
@@ -18,12 +19,7 @@ BOX, SCORE = 1e-3, 1e-3
 
 def fill_module(folder: Path) -> Any:
     """``fill.py`` of a folder: ``fill(path)`` gives the model, ``feeds(model, seed, sizes)`` its inputs."""
-    spec = importlib.util.spec_from_file_location("fill", folder / "fill.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(folder / "fill.py")
 
 
 def onnxruntime_results(model: Any, feeds: dict[str, Any]) -> list[Any]:

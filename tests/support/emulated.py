@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -140,3 +141,15 @@ def aligned(array: np.ndarray) -> np.ndarray:
     made = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     made[...] = array
     return made
+
+
+def change_source(monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str, times: int = 1) -> None:
+    """Replace ``old`` by ``new`` in the source file ``name`` of kernels; it must stand there ``times`` times."""
+    sources = Recipe.sources
+
+    def changed(recipe: Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        assert texts[name].count(old) == times
+        return {**texts, name: texts[name].replace(old, new)}
+
+    monkeypatch.setattr(Recipe, "sources", changed)

@@ -31,6 +31,12 @@ def node(op: str, inputs: str, outputs: str, **attrs: object) -> onnx.NodeProto:
     return helper.make_node(op, names, outputs.split(), name=outputs.split()[0], **attrs)
 
 
+def body(nodes: Sequence[onnx.NodeProto], inputs: Sequence[Info], outputs: Sequence[Info]) -> onnx.GraphProto:
+    """The body of a Loop or a Scan."""
+    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
+    return helper.make_graph(nodes, "body", *infos)
+
+
 def three() -> onnx.ModelProto:
     """Three operators that no GPU kernel runs (a determinant, Unique, and Compress), a kernel before, between and after."""
     nodes = [

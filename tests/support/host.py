@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, Pointer
@@ -28,6 +29,7 @@ from support.host_blocks import load
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 
 HEADERS = ("<algorithm>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', '"host_math.hpp"', "<vector>")
 """Headers of the emulations. They are precompiled, since parsing them takes longer than compiling most kernels."""

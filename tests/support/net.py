@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,10 +168,11 @@ Build = Callable[[Net], list[Value]]
 """Adds the operators of a network, and returns its outputs."""
 
 
-def built(build: Build) -> Graph:
-    """The network."""
+def built(build: Callable[..., Value | Iterable[Value]], *args: Any, **options: Any) -> Graph:
+    """The graph of the network that ``build(net, *args, **options)`` adds, with the returned values as outputs."""
     n = Net()
-    return n.done(*build(n))
+    made = build(n, *args, **options)
+    return n.done(*([made] if isinstance(made, Value) else made))
 
 
 def call_of(graph: Graph, op: Op, types: Mapping[int, TensorType | None] | None = None, **changes: Any) -> Call:

@@ -11,7 +11,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.resized_peaks import ResizedPeaksAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.types import INT64
-from support.net import Net
+from support.net import Net, built
 
 
 def peaks(n: Net, *, size: tuple[int, int] = (5, 6), least: int = 1, turned: bool = False, **attrs: Any) -> list[Value]:
@@ -38,5 +38,4 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
 
 
 def graph_of(name: str) -> Graph:
-    n = Net()
-    return n.done(*CASES[name](n))
+    return built(CASES[name])

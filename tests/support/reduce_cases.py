@@ -8,7 +8,7 @@ from typing import Any
 from optdnn.ir.graph import Graph
 from optdnn.ops import reduce, shape
 from optdnn.types import INT64
-from support.net import Net
+from support.net import Net, built
 
 KINDS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 
@@ -68,5 +68,4 @@ LARGE: dict[str, Callable[[Net], list[Any]]] = {
 
 def case(name: str) -> Graph:
     """The network of one of :data:`CASES` or :data:`LARGE`."""
-    n = Net()
-    return n.done(*{**CASES, **LARGE}[name](n))
+    return built({**CASES, **LARGE}[name])

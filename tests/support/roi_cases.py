@@ -8,7 +8,7 @@ from typing import Any
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.detect import RoiAlignAttrs
 from optdnn.types import INT64
-from support.net import Net
+from support.net import Net, built
 
 BOXES = [
     [1.0, 1.0, 6.5, 5.25],
@@ -45,5 +45,4 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
 
 
 def graph_of(name: str) -> Graph:
-    n = Net()
-    return n.done(*CASES[name](n))
+    return built(CASES[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph
 from optdnn.ops import norm, shape, softmax
-from support.net import Net
+from support.net import Net, built
 
 
 def _turned(n: Net, *sizes: int, groups: int) -> Any:
@@ -56,5 +56,4 @@ LONG: dict[str, Callable[[Net], Any]] = {
 
 def case(name: str) -> Graph:
     """The network of one of :data:`CASES` or :data:`LONG`."""
-    n = Net()
-    return n.done({**CASES, **LONG}[name](n))
+    return built({**CASES, **LONG}[name])

@@ -12,7 +12,7 @@ from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from support.net import Net
+from support.net import Net, built
 
 QUERIES, POINTS = 10, 4
 
@@ -159,5 +159,4 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
 
 
 def graph_of(name: str) -> Graph:
-    n = Net()
-    return n.done(*CASES[name](n))
+    return built(CASES[name])

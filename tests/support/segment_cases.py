@@ -11,7 +11,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import AlphaAttrs
-from support.net import Net
+from support.net import Net, built
 
 NODES, EDGES = 21, 90
 
@@ -165,5 +165,4 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
 
 
 def graph_of(name: str) -> Graph:
-    n = Net()
-    return n.done(*CASES[name](n))
+    return built(CASES[name])

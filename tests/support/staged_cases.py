@@ -9,7 +9,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ops import reduce, shape
 from optdnn.ops.binary import CastAttrs
 from optdnn.types import INT64
-from support.net import Net
+from support.net import Net, built
 
 KINDS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 DROPPED = reduce.ReduceAttrs(False)
@@ -146,5 +146,4 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
 
 def case(name: str) -> Graph:
     """The network of one of :data:`CASES`."""
-    n = Net()
-    return n.done(*CASES[name](n))
+    return built(CASES[name])

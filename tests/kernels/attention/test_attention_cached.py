@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.cached_cases import CASES, JOINT, case, check, operands_of
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sweep import sweep
 
@@ -42,7 +42,7 @@ def run(name: str, config: cached.Config, folder: Path) -> None:
     check(c, o, held)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     "name",
     sweep(
@@ -57,7 +57,7 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, ALONE, tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, "lengths of their own", "heads of 80, a part turns", "sinks"))
 def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, SHARED, tmp_path)

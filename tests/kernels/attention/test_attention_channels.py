@@ -12,7 +12,7 @@ import pytest
 from support import emulated
 from support.attention_cases import bshd, result_on_a_gpu
 from support.covering import covering
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sweep import sweep
 
@@ -103,7 +103,7 @@ class Case:
         np.testing.assert_allclose(got, self.want, rtol=0, atol=limit)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::6]))
 def test_the_kernel_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
@@ -116,7 +116,7 @@ def test_the_kernel_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     case.check(raw)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("name", sweep(PARTS, *list(PARTS)[::6]))
 def test_two_launches_where_warps_are_emulated(
@@ -149,9 +149,8 @@ def check_sums(case: Case, config: Config, sums: np.ndarray) -> None:
     np.testing.assert_allclose(got[..., : 2 + p.channels, : p.channels], want, rtol=1e-4, atol=1e-3)
 
 
+@needs_compiler
 def test_the_emulation_notices_a_wrong_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if COMPILER is None:
-        pytest.skip(str(WHY_NOT))
     monkeypatch.setitem(CASES, "wrong", (replace(merged(1, 2, 50, 32), least=(100.0, 100.0)), Config(4, 1)))
     right = Case.__init__
 

@@ -11,7 +11,7 @@ import pytest
 from support import emulated
 from support.attention_cases import Case, apart, emulated_bytes, merged, result_on_a_gpu
 from support.fp32_attention import CASES, COMPILED
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.needs import why_no_hopper
 from support.net import Net
@@ -57,7 +57,7 @@ def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
@@ -66,7 +66,7 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     case.check(emulated_result(case, kernel.launch(problem, config, AMPERE), tmp_path))
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_rounded_numbers_are_not_exact(tmp_path: Path) -> None:
     problem, config = CASES["rounded, tails"]
     case = Case(problem)
@@ -87,7 +87,7 @@ def test_attention_at_tf32_is_one_product_of_rounded_numbers() -> None:
     assert kernel.estimate(rounded, config, AMPERE) < kernel.estimate(exact, config, AMPERE)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_a_row_whose_keys_all_have_the_least_finite_mask_is_their_mean(tmp_path: Path) -> None:
     problem = apart(1, 1, 16, 24, 16, mask=(0, 0, 24), dtype="float32")
     case = Case(problem)
@@ -97,18 +97,10 @@ def test_a_row_whose_keys_all_have_the_least_finite_mask_is_their_mean(tmp_path:
     case.check(raw)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_keys_are_hidden_where_the_unit_of_scores_underflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ``attention_parts_sm90.cu``, the unit of a query of zeros is 0. Then every key that it sees has the same weight."""
-    sources = nvrtc.Recipe.sources
-
-    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
-        texts = sources(recipe)
-        name, unit = "attention_fp32.cu", "{1.0f, 1.0f}"
-        assert texts[name].count(unit) == 1
-        return {**texts, name: texts[name].replace(unit, "{0.0f, 0.0f}")}
-
-    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    emulated.change_source(monkeypatch, "attention_fp32.cu", "{1.0f, 1.0f}", "{0.0f, 0.0f}")
     problem = apart(1, 1, 20, 20, 16, causal=True, dtype="float32")
     case = Case(problem)
     raw = emulated_result(case, kernel.launch(problem, Config(2, 1, 16, 2), AMPERE), tmp_path)
@@ -117,17 +109,10 @@ def test_keys_are_hidden_where_the_unit_of_scores_underflows(tmp_path: Path, mon
     case.check(raw)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_without_the_rests_it_would_not_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = nvrtc.Recipe.sources
-
-    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
-        texts = sources(recipe)
-        name, product = "attention_fp32.cu", "multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);"
-        assert texts[name].count(product) == 1, "a product of a rest"
-        return {**texts, name: texts[name].replace(product, ";")}
-
-    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    rests = "multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);"
+    emulated.change_source(monkeypatch, "attention_fp32.cu", rests, ";")
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         test_the_kernel_computes_attention_where_warps_are_emulated("tails", tmp_path)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import emulated
 from support.attention_cases import TO, Case, apart, merged, result_on_a_gpu, wide_values
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sweep import sweep
 
@@ -91,7 +91,7 @@ QUICK = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
@@ -109,18 +109,9 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     case.check(raw)
 
 
+@needs_compiler
 def test_the_emulation_notices_a_wrong_fragment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if COMPILER is None:
-        pytest.skip(str(WHY_NOT))
-    sources = nvrtc.Recipe.sources
-
-    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
-        texts = sources(recipe)
-        name = "attention_sm80.cu"
-        assert texts[name].count("a[m], b[2], b[3]);") == 2
-        return {**texts, name: texts[name].replace("a[m], b[2], b[3]);", "a[m], b[3], b[2]);")}
-
-    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    emulated.change_source(monkeypatch, "attention_sm80.cu", "a[m], b[2], b[3]);", "a[m], b[3], b[2]);", times=2)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         test_the_kernel_computes_attention_where_warps_are_emulated("tails", tmp_path)
 

@@ -11,7 +11,7 @@ import pytest
 from support import emulated
 from support.attention_cases import Case, apart, emulated_bytes, merged, result_on_a_gpu, seen
 from support.fp32_attention import CASES, COMPILED
-from support.host import COMPILER, HERE, WHY_NOT
+from support.host import HERE, needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sequence_cases import attention
 from support.simulated import check_simulated, lowered, refusals, tactics
@@ -230,7 +230,7 @@ def emulated_result(case: Case, config: Config, folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(EMULATED, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     case, config = Case(PROBLEMS[name]), EMULATED[name]
@@ -238,23 +238,16 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     case.check(emulated_result(case, config, tmp_path))
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_without_the_rests_it_would_not_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = nvrtc.Recipe.sources
-
-    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
-        texts = sources(recipe)
-        name, product = "attention_parts_sm90.cu", "product(0, 1, false)"
-        assert texts[name].count(product) == 2, "first parts times rests, of keys and of values"
-        return {**texts, name: texts[name].replace(product, "(void)0")}
-
-    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    first_times_rests = "product(0, 1, false)"  # of keys and of values
+    emulated.change_source(monkeypatch, "attention_parts_sm90.cu", first_times_rests, "(void)0", times=2)
     case = Case(PROBLEMS["tails"])
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         case.check(emulated_result(case, EMULATED["tails"], tmp_path))
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_an_infinity_in_a_key_spoils_no_other_query(tmp_path: Path) -> None:
     """Key 40 is seen by queries from 40 on, in causal order."""
     problem = apart(1, 1, 60, 60, 16, causal=True, dtype="float32")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.net import Net
 from support.quantized_nets import attention_network
@@ -60,7 +60,7 @@ def operands(case: Case, config: Config) -> dict[str, np.ndarray]:
     return {**case.operands, "partial": np.full(partial, 0xFF, np.uint8), "arrived": np.zeros(arrived, np.uint8)}
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     "name", sweep(CASES, "a mask of keys", "a mask of groups of 12", "a softcap and a mask", "a window", "lengths")
 )

@@ -25,7 +25,7 @@ from support.chained_cases import (
 )
 from support.covering import covering
 from support.fenced import run_fenced
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import compile_checks
 from support.sweep import every
 
@@ -96,7 +96,7 @@ STEPS = {"int8": "wgmma_bytes<false>", "uint8": "wgmma_bytes<true>"}
 SMALL = [name for name in CASES if not name.startswith("ResNet")]
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
@@ -106,7 +106,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     check(made, middle, want, held)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(4, (name for name in BYTES if not name.startswith("ResNet"))))
 def test_bytes_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = BYTES[name]

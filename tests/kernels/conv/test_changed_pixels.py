@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import COMPILER, HERE, WHY_NOT, library
+from support.host import HERE, library, needs_compiler
 from support.sweep import in_turn
 
 from optdnn.kernels.conv import configs, implicit_gemm
@@ -102,7 +102,7 @@ def changes(folder: Path, stages: int, span: int, rows: int, alone: bool, *, gat
     return library("\n".join([shim, before, text, _AFTER]), folder, "-Og")
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("stages", "span", "rows", "pixels", "images", "steps", "blocks", "alone"),
     in_turn(
@@ -142,7 +142,7 @@ def test_pixels_are_changed_once(
     np.testing.assert_allclose(changed, (wanted * whole).astype(np.float16), rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_pixels_are_activated_once_for_each_tap(tmp_path: Path) -> None:
     """The K steps of nine taps: the fills of a tap are other pixels."""
     rows, steps, count = 40, 9, 130

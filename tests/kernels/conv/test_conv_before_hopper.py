@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import TOLERANCE, feeds_of, lowered, refusals, simulate, tactics
 
 from optdnn.ir.evaluate import evaluate
@@ -40,8 +40,7 @@ PLAIN = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
 
 @pytest.mark.parametrize("name", NETS)
 def test_programs_for_sm_80_compute_the_network(name: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     program = lowered(graph, "fp16", target="cuda:sm_80")
     assert {"conv_sm80", "gemm_sm80"} & set(tactics(program))
     assert not {"conv_direct", "tiled_matmul", "conv_sm90", "gemm_sm90"} & set(tactics(program))
@@ -76,8 +75,7 @@ def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_groups_are_multiplied_together_where_that_is_less_work(build: Callable[[Net], Value], groups: int) -> None:
-    n = Net()
-    graph = n.done(build(n))
+    graph = built(build)
     program = lowered(graph, "fp16", target="cuda:sm_80")
     assert tactics(program).count("conv_sm80") == 1
     (found,) = [s.params["op"]["attrs"]["group"] for s in program.steps if s.params["op"]["kind"] == "Conv"]
@@ -89,8 +87,7 @@ def test_groups_are_multiplied_together_where_that_is_less_work(build: Callable[
 
 @pytest.mark.parametrize("name", ["a residual block", "odd channels between", "groups", "gemm", "one axis"])
 def test_tf32_before_hopper(name: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     program = lowered(graph, "tf32", target="cuda:sm_86")
     products = [s for s in program.steps if s.params["op"]["kind"] in ("Conv", "MatMul", "Gemm")]
     assert all(s.params["op"]["attrs"]["tf32"] == [0, 1] for s in products)
@@ -128,15 +125,13 @@ def test_hopper_runs_strides_on_it_that_tma_has_not(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_refusals(build: Callable[[Net], Value], target: str, reason: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), "fp16", target=target)
+    program = lowered(built(build), "fp16", target=target)
     refused = refusals(program)
     assert any(reason in r for r in refused), refused
 
 
 @pytest.mark.nvrtc
 def test_a_kernel_of_sm_80_compiles_as_part_of_a_program() -> None:
-    n = Net()
-    program = lowered(n.done(NETS["a residual block"](n)), "fp16", target="cuda:sm_80", no_cubins=False)
+    program = lowered(built(NETS["a residual block"]), "fp16", target="cuda:sm_80", no_cubins=False)
     assert {k.arch for k in program.kernels} == {"sm_80"}
     assert all(k.cubin is not None for k in program.kernels)

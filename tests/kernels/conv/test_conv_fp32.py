@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.layout import compile_checks
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered, refusals, tactics
 
@@ -58,8 +58,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)), "fp32")
+    program = check_simulated(built(NETS[name]), "fp32")
     assert {"conv_fp32", "gemm_fp32"} & set(tactics(program))
     assert not {"conv_direct", "matmul_tiled"} & set(tactics(program))
 
@@ -94,13 +93,11 @@ def no_channels(n: Net) -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], precision: str, reason: str) -> None:
-    n = Net()
-    assert any(reason in r for r in refusals(lowered(n.done(build(n)), precision))), reason
+    assert any(reason in r for r in refusals(lowered(built(build), precision))), reason
 
 
 def test_a_few_channel_image_is_read_as_it_is_given() -> None:
-    n = Net()
-    program = lowered(n.done(NETS["a stem"](n)), "fp32")
+    program = lowered(built(NETS["a stem"]), "fp32")
     assert [s.params["op"]["kind"] for s in program.steps] == ["Conv", "Copy"], "the copy is of the result"
 
 
@@ -182,8 +179,7 @@ def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
 @pytest.mark.hopper
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for name, build in NETS.items():
-        n = Net()
-        graph = n.done(build(n))
+        graph = built(build)
         assert max(launch_errors(lowered(graph, "fp32", "cuda:sm_90a"), graph, "Conv")) < 2e-6, name
 
 

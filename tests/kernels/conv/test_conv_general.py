@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.conv_cases import GENERAL, apply_stages, convolve
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.quantized_cases import GENERAL as QUANTIZED
 from support.quantized_cases import arrays, compare
 from support.sweep import sweep
@@ -20,12 +20,12 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.padding import EDGES, edges
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.ops.requantize import Requantize, pad_channels
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.quantized import conv as quantized_conv
 from optdnn.types import to_tf32
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+pytestmark = needs_compiler
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-5}
 PLAIN, SHARED = GeneralConfig(64, 64, 3), GeneralConfig(64, 128, 4, 2)
@@ -127,14 +127,7 @@ def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
 
 
 def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = nvrtc.Recipe.sources
-
-    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
-        texts = sources(recipe)
-        assert texts["conv_sm80.cu"].count("(row & 6) << 1") == 1
-        return {**texts, "conv_sm80.cu": texts["conv_sm80.cu"].replace("(row & 6) << 1 | (row & 8) >> 2", "row & 14")}
-
-    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    emulated.change_source(monkeypatch, "conv_sm80.cu", "(row & 6) << 1 | (row & 8) >> 2", "row & 14")
     with pytest.raises(AssertionError, match="differ"):
         test_convolutions_of_integers_are_exact(SMALL[0], tmp_path)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
 
@@ -54,15 +54,13 @@ NETS: dict[str, Callable[[Net], Value]] = {
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str) -> None:
     for precision, kernel in (("fp16", "sm90"), ("tf32", "sm90"), ("fp32", "fp32")):
-        n = Net()
-        program = check_simulated(n.done(NETS[name](n)), precision)
+        program = check_simulated(built(NETS[name]), precision)
         assert set(tactics(program, "ConvTranspose")) == {f"subpixel_{kernel}"}
 
 
 @pytest.mark.parametrize("name", ["4x4 by 2, padded", "a line", "stride 1", "a residual"])
 def test_programs_before_hopper_compute_the_network(name: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     program = lowered(graph, "bf16", target="cuda:sm_80")
     assert set(tactics(program, "ConvTranspose")) == {"subpixel_sm80"}
     feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
@@ -80,14 +78,12 @@ def test_programs_before_hopper_compute_the_network(name: str) -> None:
     ],
 )
 def test_a_result_with_a_plane_per_channel_is_copied_there(name: str, precision: str, launches: list[str]) -> None:
-    n = Net()
-    program = lowered(n.done(NETS[name](n)), precision)
+    program = lowered(built(NETS[name]), precision)
     assert kinds(program) == launches, "three channels are written directly"
 
 
 def test_the_operators_after_the_blocks_are_one_launch() -> None:
-    n = Net()
-    program = lowered(n.done(NETS["a residual"](n)), "fp16")
+    program = lowered(built(NETS["a residual"]), "fp16")
     after = kinds(program)[1:]  # the image's layout
     assert after == ["ConvBlocks", "Conv", "BlocksToSpace", "Pointwise"], "and the network's result is fp32"
 
@@ -102,8 +98,7 @@ def test_the_operators_after_the_blocks_are_one_launch() -> None:
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[[Net], Value], reason: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), "fp16")
+    program = lowered(built(build), "fp16")
     assert tactics(program, "ConvTranspose") == ["conv_transpose_direct"]
     refused = refusals(program)
     assert any(reason in r for r in refused), refused
@@ -129,8 +124,7 @@ def depthwise(n: Net, x: Value, *rest: Any, bias: bool = True) -> Value:
 @pytest.mark.parametrize("name", DEPTHWISE)
 def test_a_filter_per_channel_takes_neighboring_channels_at_once(name: str) -> None:
     for precision in ("fp16", "fp32"):
-        n = Net()
-        program = check_simulated(n.done(DEPTHWISE[name](n)), precision)
+        program = check_simulated(built(DEPTHWISE[name]), precision)
         by_tiles = "" if "holes" in name else "_tiles"
         assert tactics(program, "ConvTranspose") == [f"depthwise_transpose{by_tiles}"]
 
@@ -191,8 +185,7 @@ def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
         for name, build in (NETS | DEPTHWISE).items():
-            n = Net()
-            graph = n.done(build(n))
+            graph = built(build)
             assert {"Conv", "ConvBlocks", "ConvTranspose"} & {
                 e.kind for e in checked_launches(graph, precision, bound)
             }, name

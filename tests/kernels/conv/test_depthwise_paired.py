@@ -16,13 +16,13 @@ from support import emulated
 from support.conv_cases import convolve, same
 from support.covering import covering
 from support.depthwise_runs import images_of
-from support.host import COMPILER, WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.sweep import every
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Value
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
@@ -75,16 +75,11 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }  # fmt: skip
 
 
-def made(build: Callable[[Net], Value]) -> Graph:
-    n = Net()
-    return n.done(build(n))
-
-
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
 @pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("name", NETS)
 def test_a_gate_is_one_launch(name: str, precision: str, target: str) -> None:
-    program = check_simulated(made(NETS[name]), precision, target=target)
+    program = check_simulated(built(NETS[name]), precision, target=target)
     assert tactics(program, "Conv").count("depthwise_paired") == 1
     found = kinds(program)
     assert found.count("GatedConv") + sum(s.params["op"]["attrs"].get("of") == "GatedConv" for s in program.steps) == 1
@@ -134,7 +129,7 @@ def changed(change: str) -> Callable[[Net], Value]:
     ],
 )
 def test_refusals(change: str, because: str) -> None:
-    program = lowered(made(changed(change)))
+    program = lowered(built(changed(change)))
     assert any(because in reason for reason in refusals(program, "depthwise_paired"))
     assert "GatedConv" not in kinds(program)
 
@@ -205,7 +200,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(2, CASES))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
@@ -278,7 +273,7 @@ def large(n: Net) -> Value:
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", [*NETS, "large"])
 def test_each_tile_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, configs = made({**NETS, "large": large}[name]), PairedDepthwise.configs
+    graph, configs = built({**NETS, "large": large}[name]), PairedDepthwise.configs
     for k in range(4):
 
         def one(self: Any, b: Any, op: Any, k: int = k) -> list[Offer]:

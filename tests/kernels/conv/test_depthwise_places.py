@@ -16,7 +16,7 @@ import pytest
 from support.conv_cases import convolve, same
 from support.covering import covering
 from support.depthwise_runs import TOLERANCE, run
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, kinds, lowered, tactics
@@ -336,7 +336,7 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(PLACED, *list(PLACED)[::3]))
 def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) -> None:
     family, problem, config = PLACED[name]

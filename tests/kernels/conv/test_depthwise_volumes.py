@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.covering import covering
 from support.depthwise_runs import TOLERANCE, run
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, kinds, lowered
@@ -294,7 +294,7 @@ def expected(problem: depthwise.Problem, x: Any, weight: Any, bias: Any) -> Any:
     return np.maximum(np.moveaxis(y, 1, -1), 0).reshape(problem.batch, *problem.out_size, s.channels)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(SOURCES, *list(SOURCES)[::3]))
 def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
     family, problem, config = SOURCES[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value
@@ -34,10 +34,9 @@ def test_predictions_are_not_faster_than_scalar_units(name: str, monkeypatch: py
     monkeypatch.setitem(TACTICS, "Conv", (DirectConv(),))
     monkeypatch.setitem(TACTICS, "ConvTranspose", (DirectConvTranspose(),))
     build, products = NETS[name]
-    n = Net()
     (step,) = [
         s
-        for s in expected_steps(lowered(n.done(build(n)), "fp16", target="cuda:h200", no_cubins=True))
+        for s in expected_steps(lowered(built(build), "fp16", target="cuda:h200", no_cubins=True))
         if "direct" in str(s["tactic"])
     ]
     assert step["us"] > 1e6 * products / RATE
@@ -45,9 +44,8 @@ def test_predictions_are_not_faster_than_scalar_units(name: str, monkeypatch: py
 
 def test_a_prediction_is_near_its_measurement() -> None:
     """FastViT-T8 at fp32: 30.9 us on an H200."""
-    n = Net()
     (step,) = expected_steps(
-        lowered(n.done(NETS["49 taps of one channel"][0](n)), "fp32", target="cuda:h200", no_cubins=True)
+        lowered(built(NETS["49 taps of one channel"][0]), "fp32", target="cuda:h200", no_cubins=True)
     )
     assert step["tactic"] == "conv_direct"
     assert step["us"] == pytest.approx(30.9, rel=0.15)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -75,7 +75,7 @@ def test_edges_are_repeated_without_a_launch(name: str, precision: str) -> None:
     assert found == ("depthwise_transpose_edges" if name.startswith("up") else "depthwise_edges")
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("name", "precision", "tolerance"), in_turn(NETS, ("fp16", 1.2e-3), ("fp32", 3e-6)))
 def test_the_kernels_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = NETS[name]()

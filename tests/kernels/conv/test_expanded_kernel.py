@@ -14,7 +14,7 @@ from support import emulated
 from support.conv_cases import same
 from support.expanded_cases import CASES, RELU6, operands, problem
 from support.fenced import run_fenced
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.layout import compile_checks
 from support.sweep import every
 
@@ -107,7 +107,7 @@ def _assembly_aside(text: str) -> str:
 SMALL = [name for name, (p, c) in CASES.items() if p.filtered.batch <= 3 and p.filtered.source.height < 100]
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]

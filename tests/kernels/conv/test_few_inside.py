@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
@@ -54,7 +54,7 @@ def test_many_taps_run_in_a_loop(name: str) -> None:
     assert "seen1_0" not in own_kernel(net(name))
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("inside", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_on_a_processor_agree_with_their_meaning(name: str, inside: int, tmp_path: Path) -> None:

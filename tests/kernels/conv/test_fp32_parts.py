@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import only_of
 from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
@@ -75,8 +75,7 @@ NETS: dict[str, tuple[Callable[[Net], Any], Any]] = {
 
 
 def made(name: str) -> Graph:
-    n = Net()
-    return n.done(NETS[name][0](n))
+    return built(NETS[name][0])
 
 
 # ---------------------------------------------------------------- where it is taken

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.covering import covering
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_program
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, tactics
@@ -184,16 +184,14 @@ def _given_scale(n: Net) -> Value:
 )
 @pytest.mark.usefixtures("wanted")
 def test_refusals(build: Callable[[Net], Value], because: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)))
+    program = lowered(built(build))
     assert "conv_normed_sm90" not in tactics(program, "Conv")
     assert any(because in reason for reason in reasons(program)), reasons(program)
 
 
 @pytest.mark.usefixtures("wanted")
 def test_refusals_in_other_builds() -> None:
-    n = Net()
-    graph = n.done(block(n))
+    graph = built(block)
     assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32")))
     same_bits = lowered(graph, row_invariant=True)
     assert any("moments are summed in another order" in r for r in reasons(same_bits))
@@ -222,8 +220,7 @@ CONFIGS = (
 
 
 def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     return graph, lowered(graph, precision, target="cuda:sm_90a")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.conv_cases import check_no_spills
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import CONFIGS, PAIR_TOLERANCE, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
@@ -77,8 +77,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 def test_a_gate_is_one_launch(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tactic in (PairedConv, PairedParts, PartsConv):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)), precision)
+    program = check_simulated(built(NETS[name]), precision)
     tactic = PairedParts.name if precision == "fp32" else PairedConv.name
     layers = 2 if name == "of_two_layers" else 1
     assert kinds(program).count("PairedConv") == layers
@@ -130,8 +129,7 @@ def two(n: Net, change: str = "") -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), precision)
+    program = lowered(built(build), precision)
     assert any(because in reason for reason in refusals(program, "conv_paired*"))
     assert "PairedConv" not in kinds(program)
 
@@ -146,8 +144,7 @@ def test_a_factor_with_slopes_of_its_channels_is_refused() -> None:
 def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedConv, "configs", lambda self, b, op: [Offer(None, 1.0)])
     monkeypatch.setattr(NarrowConv, "refuse", lambda *given: "it is left out")
-    n = Net()
-    program = lowered(n.done(two(n)))
+    program = lowered(built(two))
     assert tactics(program, "Conv") == ["conv_sm90", "conv_sm90"]
     assert any("two launches are predicted to take" in reason for reason in refusals(program, "conv_paired*"))
 
@@ -162,8 +159,7 @@ def far(pads: int | tuple[int, int], dilation: int, length: int = 800) -> Callab
 
 @pytest.mark.parametrize("pads", [200, (400, 0)])
 def test_a_line_whose_taps_are_far_apart_lies_in_rows(pads: int | tuple[int, int]) -> None:
-    n = Net()
-    program = check_simulated(n.done(far(pads, 200)(n)))
+    program = check_simulated(built(far(pads, 200)))
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "Conv"]
     assert step.params["tactic"].startswith("conv_sm90")
     assert step.params["op"]["attrs"]["dilations"] == [1, 1]
@@ -245,7 +241,6 @@ def test_each_configuration_on_a_gpu(
     name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_of(monkeypatch, PairedParts if precision == "fp32" else PairedConv, config)
-    n = Net()
-    graph = n.done({**NETS, "large": large}[name](n))
+    graph = built({**NETS, "large": large}[name])
     found = checked_launches(graph, precision, PAIR_TOLERANCE[precision])
     assert "PairedConv" in {e.kind for e in found}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import WHY_NOT, needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
@@ -27,7 +27,7 @@ def _in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StemConv, "refuse", lambda self, b, op: "it is left out")
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("size", "block"), [((22, 18), 2), ((21, 18), 2), ((22, 17), 2), ((24, 20), 4), ((24, 22), 4)])
 def test_space_to_depth(size: tuple[int, int], block: int, tmp_path: Path) -> None:
     n = Net()

@@ -14,7 +14,7 @@ import pytest
 from kernels.conv.test_stem_plan import CLIP, problem
 from support import emulated
 from support.conv_cases import ADD, RELU, convolve
-from support.host import COMPILER, HERE, WHY_NOT
+from support.host import HERE, needs_compiler
 from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
@@ -170,7 +170,7 @@ def check(p: Problem, found: Array, want: Array) -> None:
     assert np.isnan(got[..., p.conv.channels :]).all(), "nothing else is written"
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     p, config = CASES[name]

@@ -13,7 +13,7 @@ from kernels.conv.test_stem_plan import CLIP, problem
 from kernels.conv.test_stem_pool_kernel import LARGE, RESNET, check, operands, place, with_pool
 from support import emulated
 from support.conv_cases import ADD, RELU
-from support.host import COMPILER, HERE, WHY_NOT
+from support.host import HERE, needs_compiler
 from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
@@ -106,7 +106,7 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
     assert seconds[0] > made.bytes / 4.8e12
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     p, config = CASES[name]

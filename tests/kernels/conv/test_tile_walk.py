@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.conv_cases import apply_stages, convolve, same
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered
@@ -129,7 +129,7 @@ def spread(image: np.ndarray, pitch: int) -> np.ndarray:
     return np.pad(image, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=np.nan)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     "name",
     sweep(CASES, "parts, squeeze", "stride 2, half a slab", "18 channels in 24", "depthwise 5x5, two below"),

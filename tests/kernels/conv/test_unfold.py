@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.on_processor import compare_steps
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", sweep(["fp32", "fp16"], "fp16"))
 @pytest.mark.parametrize("name", CASES)
 def test_slices_of_a_padded_axis_are_one_launch(name: str, precision: str, tmp_path: Path) -> None:

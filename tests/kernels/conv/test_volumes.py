@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches, checked_program
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
 from support.sweep import sweep
@@ -91,8 +91,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 @pytest.mark.parametrize("precision", sweep(["fp32", "fp16", "bf16"], "fp16"))
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str, precision: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)), precision)
+    program = check_simulated(built(NETS[name]), precision)
     assert tactics(program, "Conv")
     assert not {"conv_direct", "depthwise"} & set(tactics(program, "Conv")), "no convolution runs one element a thread"
 
@@ -100,11 +99,9 @@ def test_programs_compute_the_network(name: str, precision: str) -> None:
 def test_launches_of_a_network() -> None:
     """Each convolution over three axes is one launch, and no frames are copied. The downsampling convolution is a second source
     of another one. Padding, views and residuals cost no launch."""
-    n = Net()
-    found = kinds(lowered(n.done(r3d(n)), "fp16"))
+    found = kinds(lowered(built(r3d), "fp16"))
     assert found[-5:] == ["Conv", "Conv", "Conv", "ConvSum", "Pointwise"]
-    n = Net()
-    before = kinds(lowered(n.done(r3d(n)), "fp16", "cuda:sm_80"))
+    before = kinds(lowered(built(r3d), "fp16", "cuda:sm_80"))
     assert before.count("Frames") == 4, "other kernels than Hopper's read copies of the frames"
 
 
@@ -133,8 +130,7 @@ def test_equally_distant_parts_are_copied_at_once(starts: list[int], launch: str
 
 def test_parts_of_a_concatenated_volume_are_written_in_place() -> None:
     """The parts are the frames of a transposed convolution, and those of the skip connection."""
-    n = Net()
-    program = check_simulated(n.done(u_net(n)))
+    program = check_simulated(built(u_net))
     found = kinds(program)
     assert (found[0], found.count("Copies"), found.count("Copy")) == ("Copies", 1, 0), "of the input"
     (joined,) = {s.inputs[0] for s in program.steps[-2:-1]}
@@ -169,8 +165,7 @@ STEMS: dict[str, Callable[[Net], Value]] = {
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 def test_a_first_volume_is_read_as_it_comes(name: str, precision: str) -> None:
     """One launch casts, changes the layout, and takes the frames under the taps."""
-    n = Net()
-    program = check_simulated(n.done(STEMS[name](n)), precision)
+    program = check_simulated(built(STEMS[name]), precision)
     assert kinds(program)[0] == "ImageConv"
     assert program.steps[0].params["tactic"].startswith("conv3d_stem")
     assert len(program.steps) <= 2, "the second one gives the result in fp32"
@@ -187,8 +182,7 @@ FIRST: list[tuple[Callable[[Net], Value], str | None]] = [
 
 @pytest.mark.parametrize(("build", "reason"), FIRST)
 def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], reason: str | None) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), "fp16")
+    program = lowered(built(build), "fp16")
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
     why = [r["reason"] for r in row.get("refused", []) if r["tactic"] == "conv3d_stem"]
     assert (row["tactic"] == "conv3d_stem") == (reason is None)
@@ -216,8 +210,7 @@ def by_hand(n: Net, *, known: bool = True, stages: bool = False) -> Value:
     ],
 )  # fmt: skip
 def test_frames_that_are_taken_by_hand(options: dict[str, Any], tactic: str, reason: str) -> None:
-    n = Net()
-    check_not_taken(n.done(by_hand(n, **options)), tactic, reason, no_cubins=True)
+    check_not_taken(built(by_hand, **options), tactic, reason, no_cubins=True)
 
 
 CONFIGURATIONS = (
@@ -256,8 +249,7 @@ def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
 @pytest.mark.parametrize("name", sweep(WALKS, *list(WALKS)[::3]))
 def test_a_volume_is_read_where_it_lies(name: str) -> None:
     """After the layout changes of the input there is one launch. Its meaning is a convolution over three axes."""
-    n = Net()
-    program = check_simulated(n.done(WALKS[name](n)), "fp16")
+    program = check_simulated(built(WALKS[name]), "fp16")
     *_, step = [s for s in program.steps if s.params["op"]["kind"] in ("Conv", "ConvSum")]
     assert "Frames" not in kinds(program)
     assert len(step.params["reads"][0][2]) == 5
@@ -285,8 +277,7 @@ def test_a_volume_is_read_where_it_lies(name: str) -> None:
     ],
 )
 def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), "fp16")
+    program = lowered(built(build), "fp16")
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
     (why,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv3d_sm90"]
     assert reason in why
@@ -295,15 +286,13 @@ def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> 
 
 @pytest.mark.nvrtc
 def test_kernels_compile() -> None:
-    n = Net()
-    assert lowered(n.done(r3d(n)), "fp16", "cuda:sm_90a").kernels
+    assert lowered(built(r3d), "fp16", "cuda:sm_90a").kernels
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS | STEMS)])
 def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> None:
-    n = Net()
-    graph = n.done((WALKS | STEMS)[name](n))
+    graph = built((WALKS | STEMS)[name])
     for program in in_configurations(graph, CONFIGURATIONS[turn::4]).values():
         checked_program(program, feeds_of(graph), 4e-3)
 
@@ -312,8 +301,7 @@ def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> Non
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     checked_launches(graph, precision, 4e-3)
 
 

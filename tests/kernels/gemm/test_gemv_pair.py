@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net, built
 from support.on_gpu import launch_errors
 from support.simulated import (
@@ -294,7 +294,7 @@ def computed(problem: pair.Problem, config: pair.Config, x: Array, vectors: Arra
 STAGES = (("bias",), ("relu",)), (("bias",), ("sigmoid",))
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("sizes", "config"),
@@ -322,7 +322,7 @@ def test_the_kernel_on_a_processor(sizes: tuple[int, ...], config: pair.Config, 
     assert (got[:, problem.channels :] == 7).all()
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("images", "depth", "pixels", "tiles", "config"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, kinds, lowered
@@ -194,6 +194,5 @@ def test_each_configuration_on_a_gpu(
 ) -> None:
     if config is not None:
         only(monkeypatch, config)
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     checked_launches(graph, precision, TOLERANCE[precision])

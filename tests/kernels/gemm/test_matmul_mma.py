@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.covering import covering
 from support.emulated import MatrixProducts
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered
@@ -92,8 +92,7 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program_of(name: str, precision: str, target: str = "cuda:sm_80", **options: Any) -> tuple[Graph, Program]:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     return graph, lowered(graph, precision, target=target, **options)
 
 
@@ -111,7 +110,7 @@ def test_how_operands_come_to_shared_memory(name: str) -> None:
     assert [int(x[1]) for x in found if x] == list(WAYS[name])
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep(

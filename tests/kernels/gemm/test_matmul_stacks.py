@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_program
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
@@ -115,8 +115,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 
 def program_of(name: str, precision: str = "fp16", target: str = "simulate") -> tuple[Graph, Program]:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     return graph, lowered(graph, precision, target=target)
 
 
@@ -157,8 +156,7 @@ def test_other_kernels_run_the_problems_that_it_refuses() -> None:
         return n.op("MatMul", n.random(1, 2, 1024, 1024), n.input(9, 2, 1024, 8))
 
     for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (large, "fp16")):
-        n = Net()
-        program = lowered(n.done(build(n)), precision)
+        program = lowered(built(build), precision)
         assert products(program) == ["matmul_tiled"], precision
 
 

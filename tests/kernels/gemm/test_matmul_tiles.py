@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import lowered
 
@@ -71,8 +71,7 @@ def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.nvrtc
 def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> None:
-    n = Net()
-    (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80"))
+    (kernel,) = kernels(lowered(built(NETS[name]), "fp32", target="cuda:sm_80"))
     assert kernel.template == "matmul_fp32.cu"
     assert f"#define COLUMNS_TOGETHER {int(name not in ('across', 'in reverse'))}" in kernel.generated["generated.cuh"]
     assert f"#define ROWS_TOGETHER {int(name == 'turned')}" in kernel.generated["generated.cuh"]
@@ -113,6 +112,5 @@ def test_products_that_are_too_small_for_tiles(precision: str, sizes: tuple[int,
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_tiles_on_a_gpu_agree_with_their_meaning(name: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     checked_launches(graph, "fp32", 2e-6)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.conv_cases import check_no_spills
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.tuned import tuned_by
 
@@ -97,8 +97,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("name", NETS)
 def test_no_launch_normalizes(name: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)))
+    program = check_simulated(built(NETS[name]))
     assert {"gemm_normed_sm90", "gemm_paired_normed_sm90"} & {*tactics(program, "MatMul", "Gemm")}
     found = kinds(program)
     assert {"RowMoments", "NormedProduct"} & {*found}
@@ -118,8 +117,7 @@ def test_a_product_beside_others_may_be_an_output_of_the_network() -> None:
 
 @pytest.mark.usefixtures("wanted")
 def test_a_norm_that_others_read_runs_beside_the_product() -> None:
-    n = Net()
-    graph = n.done(_read_by_others(n))
+    graph = built(_read_by_others)
     program = check_simulated(graph)
     assert {"RowMoments", "NormedProduct", "LayerNormalization"} <= {*kinds(program)}
     lanes = lowered(graph, precision="fp16", streams=2).lanes
@@ -155,18 +153,15 @@ def _perceptron(n: Net, rows: int, width: int) -> Value:
 
 
 def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
-    n = Net()
-    assert tactics(lowered(n.done(_perceptron(n, 800, 256))), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
-    n = Net()
-    program = lowered(n.done(_perceptron(n, 20000, 512)))
+    assert tactics(lowered(built(_perceptron, 800, 256)), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
+    program = lowered(built(_perceptron, 20000, 512))
     assert tactics(program, "MatMul", "Gemm")[-1] == "gemm_sm90"
     reasons = refusals(program, "*normed*")
     assert "42 GFLOP run at the power limit, where a norm before the product costs little" in reasons
 
 
 def test_the_cost_model_gives_gated_units_their_norm() -> None:
-    n = Net()
-    assert "gemm_paired_normed_sm90" in tactics(lowered(n.done(gated(n))), "MatMul", "Gemm")
+    assert "gemm_paired_normed_sm90" in tactics(lowered(built(gated)), "MatMul", "Gemm")
 
 
 def _read_by_others(n: Net) -> Value:
@@ -231,8 +226,7 @@ def _huge_scale(n: Net) -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
+    program = lowered(built(build), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     refused = refusals(program, "*normed*")
     assert because in refused
 
@@ -245,8 +239,7 @@ def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bo
     def seconds(name: str) -> float:
         return joint if name.startswith("gemm_paired_normed") else 9e-6 if name.startswith("gemm_paired") else 2e-6
 
-    n = Net()
-    graph = n.done(gated(n))
+    graph = built(gated)
     found, _, tactics = tuned_by(seconds, graph)
     assert ("gemm_paired_normed_sm90" in tactics) == taken
     (problem,) = [p for p in found.problems if len(p.covered) == 2]
@@ -256,8 +249,7 @@ def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bo
 
 def test_a_choice_that_other_choices_exclude_is_left_to_the_cost_model() -> None:
     """The launch before may get another tactic, which computes no moments."""
-    n = Net()
-    graph, options = n.done(mean_square(n)), BuildOptions(target="simulate", precision="fp16")
+    graph, options = built(mean_square), BuildOptions(target="simulate", precision="fp16")
     optimize(graph, options, "simulate")
     gpu = of_arch("sm_90a")
     first = emit_program(graph, options, gpu, {}).decisions

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_program
 from support.one_config import only
 from support.simulated import TOLERANCE, feeds_of, lowered
@@ -56,8 +56,7 @@ def test_each_configuration(name: str, config: Config, precision: str, monkeypat
     for tactic in (NormedGemm, NormedPair, NormedResidualGemm):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     only(monkeypatch, config)
-    n = Net()
-    graph = n.done(ALL[name](n))
+    graph = built(ALL[name])
     program = lowered(graph, precision, target="cuda:sm_90a")
     assert name not in (*RESIDUALS, "large_residual") or "gemm_normed_residual_sm90" in str(program.meta["tactics"])
     found = checked_program(program, feeds_of(graph), TOLERANCE[precision])

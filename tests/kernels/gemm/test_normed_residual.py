@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.gemm.test_normed import PLAIN, _norm  # type: ignore[import-not-found]
 from support.conv_cases import check_no_spills
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.tuned import tuned_by
 
@@ -70,8 +70,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("name", NETS)
 def test_no_launch_normalizes(name: str, streams: int) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     program = check_simulated(graph)
     assert NAME in tactics(program, "MatMul", "Gemm")
     assert {"NormedResidual", "NormedProduct"} & {*kinds(program)}
@@ -102,14 +101,12 @@ def _reasons(program: object, tactic: str) -> list[str]:
 
 
 def test_the_cost_model_takes_it() -> None:
-    n = Net()
-    assert tactics(lowered(n.done(_bert(n, 128, 768))), "MatMul", "Gemm").count(NAME) == 2
+    assert tactics(lowered(built(_bert, 128, 768)), "MatMul", "Gemm").count(NAME) == 2
 
 
 def test_the_cost_model_leaves_separate_launches_that_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.kernels.gemm.normed_residual.ADDED", 1e-3)
-    n = Net()
-    program = lowered(n.done(_bert(n, 128, 768)))
+    program = lowered(built(_bert, 128, 768))
     assert NAME not in tactics(program, "MatMul", "Gemm")
     assert any("one launch 100" in why for why in _reasons(program, NAME))
     assert "LayerNormalization" in kinds(program)
@@ -178,8 +175,7 @@ def _scale_that_is_given(n: Net) -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
+    program = lowered(built(build), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     assert because in _reasons(program, NAME)
     assert NAME not in tactics(program, "MatMul", "Gemm")
 
@@ -197,8 +193,7 @@ def test_an_output_that_is_normalized_keeps_its_launch() -> None:
 @pytest.mark.nvrtc
 def test_the_tuner_counts_the_norm_that_is_dropped() -> None:
     """A launch that takes 1 us more than the product is better than the product and the norm, which takes 2."""
-    n = Net()
-    graph = n.done(_bert(n, 128, 768, layers=1))
+    graph = built(_bert, 128, 768, layers=1)
 
     def seconds(name: str) -> float:
         return 3e-6 if name.startswith(NAME) else 2e-6

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.conv_cases import check_no_spills
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import CONFIGS, PAIR_TOLERANCE, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
@@ -62,8 +62,7 @@ def test_a_gated_unit_is_one_launch(
 ) -> None:
     for deferring in (PairedGemm, PairedPartsGemm, PartsGemm):
         monkeypatch.setattr(deferring, "defer", lambda self, b, op: None)
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)), precision)
+    program = check_simulated(built(NETS[name]), precision)
     assert tactics(program, "MatMul", "Gemm") == [tactic.name]
     assert "PairedProduct" in kinds(program)
     assert "MatMul" not in kinds(program)
@@ -106,16 +105,14 @@ def _scaled(n: Net) -> Value:
     ],
 )
 def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), precision)
+    program = lowered(built(build), precision)
     refused = refusals(program, "*paired*")
     assert because in refused
 
 
 def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedGemm, "configs", lambda self, b, op: [Offer(None, 1.0)])
-    n = Net()
-    program = lowered(n.done(_fires(n)))
+    program = lowered(built(_fires))
     assert tactics(program, "MatMul", "Gemm") == ["gemm_sm90", "gemm_sm90"]
     reasons = refusals(program)
     assert any("two launches are predicted to take" in r for r in reasons)
@@ -161,7 +158,6 @@ def test_each_configuration_on_a_gpu(
     name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_of(monkeypatch, PairedPartsGemm if precision == "fp32" else PairedGemm, config)
-    n = Net()
-    graph = n.done({**NETS, "large": large}[name](n))
+    graph = built({**NETS, "large": large}[name])
     found = checked_launches(graph, precision, PAIR_TOLERANCE[precision])
     assert "PairedProduct" in {e.kind for e in found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import check_not_taken
 
 from optdnn.ir.graph import Value
@@ -49,8 +49,7 @@ def by_a_computed_matrix(n: Net) -> Value:
     ],
 )
 def test_networks_whose_products_are_refused(build: Callable[[Net], Value], tactic: str, because: str) -> None:
-    n = Net()
-    check_not_taken(n.done(build(n)), tactic, because, no_cubins=True)
+    check_not_taken(built(build), tactic, because, no_cubins=True)
 
 
 def test_a_computed_addend_is_refused_without_passes() -> None:

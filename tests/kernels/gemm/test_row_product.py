@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals
 
@@ -53,8 +53,7 @@ NETS: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_accepted_networks(name: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(NETS[name](n)))
+    program = check_simulated(built(NETS[name]))
     found = kinds(program)
     assert found.count("RowProduct") == 1
     assert not {"RMSNormalization", "Conv", "MatMul"} & set(found)
@@ -127,7 +126,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     p, rng = PROBLEMS[name], np.random.default_rng(0)
@@ -171,7 +170,6 @@ def test_kernels_do_not_spill() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu(name: str, precision: str) -> None:
-    n = Net()
-    graph = n.done(NETS[name](n))
+    graph = built(NETS[name])
     found = checked_launches(graph, precision)
     assert "RowProduct" in {e.kind for e in found}

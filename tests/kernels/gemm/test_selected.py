@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_not_taken, check_simulated, kinds
@@ -89,7 +89,7 @@ def test_indices_that_are_known_select_nothing_at_run_time() -> None:
     check_not_taken(graph, "gemv_selected", "no matrices that indices select", "SelectedProduct", precision="fp16")
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("rows", "pitch"), [(4, 600), (3, 0)])
 def test_the_kernel_on_a_processor(rows: int, pitch: int, tmp_path: Path) -> None:
     """Indices count from the end if they are negative, and stay in the stack. ``pitch`` 0: all rows are one."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import COMPILER, WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.simulated import check_simulated, lowered
@@ -68,8 +68,7 @@ def products(program: Program) -> list[str]:
 
 
 def program_of(make: Callable[[Net], Value], precision: str = "fp32", **options: Any) -> Program:
-    n = Net()
-    return lowered(n.done(make(n)), precision, **options)
+    return lowered(built(make), precision, **options)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -83,18 +82,16 @@ def test_two_launches_share_the_terms(name: str) -> None:
 
 @pytest.mark.parametrize("name", ODD)
 def test_the_second_launch_multiplies_the_terms_that_are_left_over(name: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(ODD[name](n)), "fp32", tolerance=2e-6)
+    program = check_simulated(built(ODD[name]), "fp32", tolerance=2e-6)
     assert products(program)[-2:] == ["matmul"] * 2
     assert products(program).count("matmul") == 2
     assert products(program_of(ODD[name], row_invariant=True)).count("matmul") == 1
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", NETS | ODD)
 def test_both_launches_on_a_processor_agree_with_their_meaning(name: str, tmp_path: Path) -> None:
-    n = Net()
-    assert compare_graph(n.done((NETS | ODD)[name](n)), "fp32", tmp_path) >= 2
+    assert compare_graph(built((NETS | ODD)[name]), "fp32", tmp_path) >= 2
 
 
 TRUE, MATRIX = Tile(64, 64, True), MatrixTile(64, 64, "tfloat32", Way(True, 16), Way(True, 16))
@@ -132,5 +129,4 @@ def test_one_launch_where_sums_cannot_be_added_later(make: Callable[[Net], Value
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("name", NETS | ODD)
 def test_both_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
-    n = Net()
-    checked_launches(n.done((NETS | ODD)[name](n)), precision, 2e-6 if precision == "fp32" else 2e-3)
+    checked_launches(built((NETS | ODD)[name]), precision, 2e-6 if precision == "fp32" else 2e-3)

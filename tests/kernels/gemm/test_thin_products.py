@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered, refusals, tactics
@@ -68,8 +68,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 
 def graph_of(name: str) -> Graph:
-    n = Net()
-    return n.done(NETS[name](n))
+    return built(NETS[name])
 
 
 def product(program: Program) -> Kernel:
@@ -100,7 +99,7 @@ def test_very_many_small_products_fill_no_tiles_of_tensor_cores(name: str, alone
     assert any(k.function == "matmul" and is_on_threads(k) for k in program.kernels) == alone
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", NETS)
 def test_threads_compute_shares_of_the_results(name: str, tmp_path: Path) -> None:
     graph = graph_of(name)

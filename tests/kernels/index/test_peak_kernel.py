@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.peak_cases import CASES, graph_of, peaks
@@ -16,8 +16,6 @@ from support.sweep import in_turn
 from optdnn.kernels.index import resized_peaks
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-
-needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp16", "fp32"))
@@ -35,10 +33,8 @@ def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
 @needs_compiler
 def test_sizes_without_pixels_and_sizes_that_are_too_large(tmp_path: Path) -> None:
     """A kernel must end, whatever the sizes are."""
-    n = Net()
-    compare_graph(n.done(*peaks(n, least=0)), "fp32", tmp_path)
-    n = Net()
-    compare_graph(n.done(*peaks(n, least=(1 << 62))), "fp32", tmp_path)
+    compare_graph(built(peaks, least=0), "fp32", tmp_path)
+    compare_graph(built(peaks, least=(1 << 62)), "fp32", tmp_path)
 
 
 @pytest.mark.nvrtc

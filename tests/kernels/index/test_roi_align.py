@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.roi_cases import CASES, aligned, graph_of
@@ -16,8 +16,6 @@ from support.sweep import in_turn
 from optdnn.kernels.index import roi_align
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-
-needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp16", "fp32"))
@@ -52,8 +50,7 @@ def test_it_compiles_without_spills(name: str) -> None:
 
 
 def test_regions_keep_the_order_of_the_convolutions_around() -> None:
-    n = Net()
-    found = kinds(check_simulated(n.done(*aligned(n))))
+    found = kinds(check_simulated(built(aligned)))
     assert found[found.index("Conv") :] == ["Conv", "RoiAlign", "Conv", "Pointwise"]
 
 

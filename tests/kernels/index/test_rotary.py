@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
+from support.host import WHY_NOT, needs_compiler
 from support.net import Net
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
@@ -43,7 +43,7 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     assert set(chosen(program)) <= {"rotary", "rotary_pair"}
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("precision", "tolerance"), sweep([("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)], ("fp16", 1.2e-3))
 )

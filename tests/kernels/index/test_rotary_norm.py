@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -43,7 +43,7 @@ def test_keys_that_follow_those_of_the_past() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", sweep(NORMED, *list(NORMED)[::3]))
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT, HostKernels
+from support.host import HostKernels, needs_compiler
 from support.sampling_cases import KINDS, feeds, graph
 from support.simulated import lowered, simulate
 from support.sweep import sweep
@@ -21,7 +21,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import FP16, FP32, FP64
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("vocabulary", "precision"),
     sweep(
@@ -45,7 +45,7 @@ def test_the_kernel_on_the_processor(vocabulary: int, precision: str, tmp_path: 
     assert len(seen) > 1 or vocabulary == 1
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_rows_without_a_token_on_the_processor(tmp_path: Path) -> None:
     program = lowered(graph(100), "fp32")
     parsed = parse(program.steps[0], program)

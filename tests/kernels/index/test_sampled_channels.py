@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
@@ -30,7 +30,7 @@ def test_meanings(name: str, precision: str) -> None:
     assert "DeformConv" not in kinds(program)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16", step=2))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)
@@ -48,23 +48,20 @@ def test_it_compiles_without_spills(name: str) -> None:
 
 
 def test_attention_is_one_launch() -> None:
-    n = Net()
-    program = check_simulated(n.done(*attention(n)))
+    program = check_simulated(built(attention))
     assert kinds(program).count("SampledSum") == 1
     assert not {"GridSample", "Concat", "ReduceSum"} & set(kinds(program))
 
 
 def test_deformed_columns_are_rows_of_a_product_on_tensor_cores() -> None:
     """Between the convolutions, one launch computes the places and copies the mask, whose nine channels are not contiguous."""
-    n = Net()
-    program = check_simulated(n.done(*deformed(n)))
+    program = check_simulated(built(deformed))
     assert kinds(program) == ["Copy", *["Conv"] * 3, "JointPointwise", "SampledSum", "Conv", "Conv", "Pointwise"]
     assert not [t for t in tactics(program, "MatMul") if t != "gemm_sm90"]
 
 
 def test_features_are_sampled_in_the_order_of_the_convolutions_around() -> None:
-    n = Net()
-    found = kinds(check_simulated(n.done(*warped(n))))
+    found = kinds(check_simulated(built(warped)))
     assert found[found.index("Conv") :] == ["Conv", "GridSample", "Conv", "Pointwise"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered
@@ -60,7 +60,7 @@ def many(kind: str, index: Any = None, reduction: str = "none", dtype: Any = FP1
 KINDS = ["rows", "pairs", "vector", "axis"]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_updates_are_written_to_their_places(kind: str, tmp_path: Path) -> None:
     graph, feeds = many(kind)
@@ -70,7 +70,7 @@ def test_many_updates_are_written_to_their_places(kind: str, tmp_path: Path) -> 
     assert compare_steps(program, feeds, 0.0, tmp_path) >= 1
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_update_of_a_known_place_counts(kind: str, tmp_path: Path) -> None:
     known: list[Callable[[Any], Any]] = [lambda i: i, lambda i: i // 3, np.zeros_like]
@@ -80,7 +80,7 @@ def test_the_last_update_of_a_known_place_counts(kind: str, tmp_path: Path) -> N
         assert compare_steps(lowered(graph), feeds, 0.0, tmp_path) >= 1
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 def test_places_that_meet_from_both_ends(tmp_path: Path) -> None:
     """0 and -8192 are the same position."""
     graph, feeds = many("vector", lambda i: np.concatenate([[0, -8192], np.arange(1, len(i) - 1)]))
@@ -92,7 +92,7 @@ def test_only_sums_are_added_where_they_belong() -> None:
     assert not _written_directly(many("vector", reduction="max")[0])
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sums(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in float64, the additions, and a copy back."""
@@ -157,7 +157,7 @@ def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Gr
     return graph, feeds
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("kind", "reduction"), in_turn(KINDS, "add", "mul", "max", "min"))
 def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: Path) -> None:
     graph, feeds = meeting(kind, reduction, np.float32)
@@ -214,7 +214,7 @@ def network(features: int, axis: int, turned: bool, length: int = 6, count: int 
     return n.done(y)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("features", "axis", "turned", "count"),
     [

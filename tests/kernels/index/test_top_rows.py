@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT, HostKernels
+from support.host import HostKernels, needs_compiler
 from support.simulated import lowered, simulate
 from support.sweep import in_turn, sweep
 
@@ -97,7 +97,7 @@ def wanted(case: Case, x: Array) -> Array:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("case", "seed"), [*in_turn([(case,) for case in CASES], 0, 4), *sweep([(case, 0) for case in SHARED])], ids=str
 )

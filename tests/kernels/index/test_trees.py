@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.forests import CASES, forest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered, simulate
@@ -37,7 +37,7 @@ def test_forests_have_a_kernel(case: dict[str, Any]) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("case", [*CASES, {"dtype": INT64}, {"dtype": FP64}], ids=str)
 def test_the_kernel_on_the_processor(case: dict[str, Any], tmp_path: Path) -> None:
     graph = graph_of(**case)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -40,7 +40,7 @@ def test_machines_have_a_kernel(classes: int, coupled: bool) -> None:
     assert {s.executor for s in program.steps} == {"cuda"}
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("classes", "coupled"), CASES)
 def test_the_kernel_on_the_processor(classes: int, coupled: bool, tmp_path: Path) -> None:
     graph = machine(classes, coupled)

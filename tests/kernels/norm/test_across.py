@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
@@ -39,8 +39,7 @@ def mixer(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
     ("tokens", "kind"), [(20, "LayerNormalization"), (24, "LayerNormalization"), (20, "RMSNormalization")]
 )
 def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(mixer(n, tokens, kind)))
+    program = check_simulated(built(mixer, tokens, kind))
     chosen = tactics(program)
     assert chosen.count("norm_across") == chosen.count("add_norm_across") == 1
     products, mixed = ["Conv", "Conv"], ["SeparableConv"] if tokens % 8 == 0 else ["Conv", "Conv"]
@@ -55,8 +54,7 @@ def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> 
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
 def test_a_norm_reads_transposed_rows(kind: str) -> None:
-    n = Net()
-    program = check_simulated(n.done(normalized_across(n, 20, kind)))
+    program = check_simulated(built(normalized_across, 20, kind))
     assert tactics(program).count("norm_of_across") == 1
     assert kinds(program)[-3:] == ["Conv", kind, "Conv"]
 
@@ -161,10 +159,8 @@ def test_tokens_on_a_gpu(
     tokens: int, kind: str, config: across.Config, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(across_tactic, "kernel_offers", lambda kernel, problem, gpu: (Offer(config, 1e-6),))
-    n = Net()
-    check_on_a_gpu(n.done(mixer(n, tokens, kind)), precision)
-    n = Net()
-    check_on_a_gpu(n.done(normalized_across(n, tokens, kind)), precision, kind)
+    check_on_a_gpu(built(mixer, tokens, kind), precision)
+    check_on_a_gpu(built(normalized_across, tokens, kind), precision, kind)
 
 
 @pytest.mark.hopper

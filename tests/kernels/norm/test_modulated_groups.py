@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.host_tiles import run_launches
 from support.net import Net
 from support.on_gpu import checked_launches
@@ -129,7 +129,7 @@ def values(shape: tuple[int, ...], seed: int, dtype: str = "float16") -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@needs_compiler
 @pytest.mark.parametrize("kernel", ["cluster", "tiles"])
 @pytest.mark.parametrize(("shift", "own"), [(True, True), (False, False)])
 def test_kernels_on_the_processor(kernel: str, shift: bool, own: bool, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.sequence_cases import NORMS_OF_NORMS, norm_of_norm
@@ -67,7 +67,7 @@ def test_the_kernel_gives_the_first_result() -> None:
     assert "a sum needs an addend" in (rows.refuse(replace(PROBLEM, first=None), config) or "")
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("length", "config"), [(88, rows.Config(16, 1, 8, 64)), (300, rows.Config(64, 2, 4, 64))])
 def test_the_kernel_on_a_processor(length: int, config: rows.Config, tmp_path: Path) -> None:
     problem, rng = replace(PROBLEM, length=length), np.random.default_rng(0)

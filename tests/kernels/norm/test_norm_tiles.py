@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.host_tiles import run_launches
 from support.sweep import sweep
 
@@ -146,7 +146,7 @@ def test_tiles_compile_everywhere(name: str, arch: str) -> None:
 
 # ---- run on the processor -------------------------------------------------------------------------------------------------------
 
-on_host = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+on_host = needs_compiler
 
 
 def moved(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:

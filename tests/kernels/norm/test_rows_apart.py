@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -86,7 +86,7 @@ def test_row_invariant_programs_keep_the_order_of_sums() -> None:
         assert step.params["launch"]["grid"][0] == -(-images * 24 // 16)  # rows of 16 threads, sixteen in a block
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.rows_cases import CASES, LONG, case
@@ -34,8 +34,7 @@ def alone(problem: Problem) -> float:
 
 def taken(build: Callable[[Net], Any], **options: Any) -> list[dict[str, Any]]:
     """The decisions about the last operators of a network."""
-    n = Net()
-    program = lowered(n.done(build(n)), **options)
+    program = lowered(built(build), **options)
     return [t for t in program.meta["tactics"] if t["kind"] in ("Softmax", "GroupNormalization")]
 
 
@@ -76,16 +75,14 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows_take_it(name: str) -> None:
-    n = Net()
-    program = lowered(n.done(LONG[name](n)), "fp16")
+    program = lowered(built(LONG[name]), "fp16")
     assert any(t["tactic"] == "rows_grid" for t in program.meta["tactics"]), name
     (step,) = (s for s in program.steps if s.params.get("launch", {}).get("waits") == "grid")
     assert not step.params["launch"]["dependent"]
 
 
 def test_a_row_that_must_not_depend_on_the_batch_keeps_its_block() -> None:
-    n = Net()
-    program = lowered(n.done(LONG["long group norm"](n)), "fp16", row_invariant=True)
+    program = lowered(built(LONG["long group norm"]), "fp16", row_invariant=True)
     assert all(t["tactic"] != "rows_grid" for t in program.meta["tactics"])
     assert max(us for us, *_ in program.meta["step_times"]["steps"]) > 300
 
@@ -115,7 +112,7 @@ def test_more_parts_than_accesses_are_not_launched(monkeypatch: pytest.MonkeyPat
     assert step.params["launch"]["grid"][0] == min(3 * 2 * 41, 114)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision", "parts"),
     sweep(
@@ -138,8 +135,7 @@ def test_parts_of_rows(name: str, precision: str, parts: int, tmp_path: Path, mo
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_it_compiles_without_spills(precision: str) -> None:
     for name in LONG:
-        n = Net()
-        program = lowered(n.done(LONG[name](n)), precision, target="cuda:sm_90a")
+        program = lowered(built(LONG[name]), precision, target="cuda:sm_90a")
         for kernel in (k for k in program.kernels if k.function == "rows_grid"):
             found = nvrtc.resources(recipe_of(kernel))["rows_grid"]
             assert found.spill_bytes == found.stack_bytes == 0, (name, found)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.covering import covering
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.sweep import every
 
 from optdnn.kernels.norm import rows_kernel as rows
@@ -45,7 +45,7 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
     return y / (1 + np.exp(-y)) if problem.epilogue else y
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("problem", "config"),
     every(
@@ -157,7 +157,7 @@ def test_candidates_compile_without_spills(operation: str) -> None:
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("shift", [None, 192])

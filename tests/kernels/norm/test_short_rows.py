@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -175,7 +175,7 @@ def test_tuning_where_the_first_norm_has_a_factor_after_it() -> None:
     assert any(t.choice.tactic == "short_rows_pair" for p in found.problems for t in p.trials)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep([*PAIRS, *CASES], *list(PAIRS)[::3], *list(CASES)[::3]))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     graph = (PAIRS | CASES)[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -55,7 +55,7 @@ def test_a_softmax_and_a_product_in_one_launch(name: str, precision: str) -> Non
     assert "Softmax" not in kinds(program)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:

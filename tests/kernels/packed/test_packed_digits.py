@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.packed_cases import CASES, GATED, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
 
 from optdnn.kernels.packed import digits_kernel as digits
@@ -55,7 +55,7 @@ def check(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1.1 * ROUNDING[dtype], atol=3e-6 * np.abs(want).max())
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -89,7 +89,7 @@ AROUND: dict[str, tuple[Case, digits.Config, bool, tuple[render.Stage, ...] | No
 }  # fmt: skip
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", AROUND)
 def test_norms_and_second_products_on_a_processor(name: str, tmp_path: Path) -> None:
     case, config, norm, beside = AROUND[name]
@@ -108,7 +108,7 @@ def test_norms_and_second_products_on_a_processor(name: str, tmp_path: Path) -> 
     check(got, y, case.dtype)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 def test_a_nan_spoils_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2, 16, 512)
     x = drawn(case).x.copy()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.packed_cases import CASES, GATED, TYPES, Case, drawn, network, tiled
 from support.simulated import check_not_taken, check_simulated, kinds, tactics
 from support.sweep import sweep
@@ -68,8 +68,7 @@ def _same_rows(n: Net) -> list[Any]:
 
 @pytest.mark.usefixtures("wanted")
 def test_products_of_the_same_rows_round_them_once() -> None:
-    n = Net()
-    found = kinds(check_simulated(n.done(*_same_rows(n)), tolerance=0.02))
+    found = kinds(check_simulated(built(_same_rows), tolerance=0.02))
     assert (found.count("RowBytes"), found.count("UnpackedBytes"), found.count("QuantizedMatMul")) == (1, 2, 2)
 
 
@@ -127,7 +126,7 @@ def test_configurations_that_there_are_not() -> None:
     assert implicit_gemm.refuse(p, implicit_gemm.Config(1, 1, 1, 128, 4, share=(1, 2))) is None
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("depth", "dtype"), [(512, "float16"), (333, "bfloat16"), (4100, "float16"), (20000, "float16")]
 )
@@ -149,7 +148,7 @@ def test_rows_on_a_processor(depth: int, dtype: str, tmp_path: Path) -> None:
     assert not np.isfinite(scales[2:4]).any()
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(FORMS, "blocks of 16", "an odd depth", "8 bits, bf16", "2 bits"))
 def test_weights_as_bytes_on_a_processor(name: str, tmp_path: Path) -> None:
     case = FORMS[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.packed_cases import CASES, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
 from support.sweep import sweep
 
@@ -89,7 +89,7 @@ def run(case: Case, config: gemv.Config, folder: Path) -> None:
     )
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     "name",
     sweep(
@@ -104,7 +104,7 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(case, gemv.Config(2, 4, 1) if case.rows > 4 else gemv.Config(1, 8, 2), tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("case", "config"),
     [
@@ -118,7 +118,7 @@ def test_tiles_on_a_processor(case: Case, config: gemv.Config, tmp_path: Path) -
     run(case, config, tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "an odd depth", "8 bits, bf16", "2 bits"))
 def test_weights_unpacked_on_a_processor(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.packed_cases import CASES, Case, check_emulated, pitch_of
 from support.sweep import sweep
 
@@ -33,13 +33,13 @@ def run(case: Case, config: mma.Config, folder: Path) -> None:
     check_emulated(case, made, mma.workspace(p, config), render.mma(p.dtype), folder)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "8 bits, bf16", "gated"))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(CASES[name], ALONE, tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "65 rows"))
 def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)

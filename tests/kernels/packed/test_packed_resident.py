@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.conv_cases import apply_stages
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.packed_cases import (
     CASES,
     GATED,
@@ -68,14 +68,14 @@ def run(many: int, case: Case, config: resident.Config, folder: Path) -> None:
     check_emulated(case, made, resident.workspace(p, config, gpu), render.mma(p.dtype), folder)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "8 bits, bf16", "gated"))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     case = CASES[name].of_rows(11)
     run(1, replace(case, depth=max(case.depth, 1025)), C(1, 2, 3, 1), tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "K shared by blocks"))
 def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
@@ -94,7 +94,7 @@ PAIRS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(2, PAIRS))
 def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
     check_pair(*PAIRS[name], tmp_path)

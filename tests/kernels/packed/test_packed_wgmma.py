@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.covering import covering
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.packed_cases import (
     CASES,
     GATED,
@@ -67,13 +67,13 @@ def run(case: Case, config: wgmma.Config, folder: Path) -> None:
     check_emulated(case, made, (0, 0), render.pixels_instruction(config.rows, p.dtype), folder)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "8 bits, bf16", "two teams, K shared"))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("line", "faulty"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.quantized_nets import QNet
@@ -52,7 +52,7 @@ def feeds(graph: Graph) -> dict[str, Any]:
     }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_they_are_looked_up(name: str, precision: str, tmp_path: Path) -> None:

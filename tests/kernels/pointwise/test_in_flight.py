@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_processor import compare_graph
 from support.simulated import lowered
 
@@ -42,7 +42,7 @@ def padded(n: Net) -> Value:
 NETS = {f.__name__: f for f in (odd_rows, pairs, pixels, padded)}
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("build", NETS.values(), ids=NETS)
 def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (pointwise, tap_forms):
@@ -50,8 +50,7 @@ def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(module, "SHORT", 8)  # outputs of the network are fp32
     for module in (joint, copies):
         monkeypatch.setattr(module, "MOST_ELEMENTS", 0)  # no launch with others
-    n = Net()
-    graph = n.done(build(n))
+    graph = built(build)
     compare_graph(graph, "fp16", tmp_path)
     texts = [t for k in lowered(graph, "fp16").kernels for t in k.generated.values()]
     name, array = ("taps", "to[4]") if build is padded else ("pointwise", "o_of[4]")
@@ -63,6 +62,5 @@ def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("build", NETS.values(), ids=NETS)
 def test_few_accesses_get_a_thread_each(build: Callable[[Net], Value]) -> None:
-    n = Net()
-    program = lowered(n.done(build(n)), "fp16")
+    program = lowered(built(build), "fp16")
     assert not any("_of[" in t or "to[" in t for k in program.kernels for t in k.generated.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
 from optdnn.errors import InternalError
@@ -77,8 +77,7 @@ REFUSED: dict[str, Build] = {
 
 def prologues(net: Build) -> list[int]:
     """The stages before each convolution of the program. simulate gives right results."""
-    n = Net()
-    graph = n.done(*net(n))
+    graph = built(net)
     program = lowered(graph, "fp16")
     feeds = feeds_of(graph)
     want, other, got = (
@@ -100,8 +99,7 @@ def test_one_launch_does_prologue_and_product(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_launch_names_all_that_it_reads(name: str) -> None:
-    n = Net()
-    program = lowered(n.done(*NETS[name](n)), "fp16")
+    program = lowered(built(NETS[name]), "fp16")
     steps = [s for s in program.steps if s.params["op"]["kind"] == "Conv"]
     written = [a.buffer for s in steps for a in accesses(s) if a.write]
     assert len(written) == len(steps)  # bytes that a meaning does not name count as written

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernels.generated_cases import mixed
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
@@ -72,7 +72,7 @@ LONG = {
 }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("channels", [16, 5])
 @pytest.mark.parametrize("name", LONG)
 def test_a_warp_shares_the_taps_of_a_long_window(name: str, channels: int, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_operands_in_another_order_are_read_one_by_one() -> None:
     assert "q1" not in text_of(program)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_the_staged_pool_on_the_processor(precision: str, tmp_path: Path) -> None:
     program = lowered(mixing(), precision)
@@ -139,7 +139,7 @@ def test_a_pool_includes_16_bit_quantization_of_its_result(kind: str) -> None:
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("kind", ["AveragePool", "MaxPool"])
 def test_16_bit_quantization_on_the_processor(kind: str, tmp_path: Path) -> None:
     graph = sixteen_bits(kind)
@@ -188,7 +188,7 @@ def test_a_pool_stores_fp32_at_once() -> None:
     assert kinds(program)[-1] == "MaxPool"
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("pooled_first", [True, False])
 def test_peaks_on_the_processor(precision: str, pooled_first: bool, tmp_path: Path) -> None:

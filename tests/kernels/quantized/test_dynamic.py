@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.covering import covering
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
@@ -59,8 +59,7 @@ NETS = {"rows": rows, "image": image}
 
 
 def network(name: str) -> Graph:
-    n = Net()
-    return n.done(NETS[name](n))
+    return built(NETS[name])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

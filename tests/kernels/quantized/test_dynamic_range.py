@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
@@ -56,7 +56,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(dynamic_range, "candidates", candidates)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(("name", "parts"), sweep([(n, p) for n in CASES for p in (1, 5)], ("odd", 5), ("rows", 1)))
 def test_ranges(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, parts)

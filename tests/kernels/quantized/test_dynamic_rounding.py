@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.covering import covering
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_program
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
@@ -125,7 +125,7 @@ def test_large_tensors_take_two_launches_where_these_are_faster(monkeypatch: pyt
     assert "DynamicRange" in kinds(program)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("dtype", "threads"), sweep([(d, t) for d in ("float16", "bfloat16", "float32") for t in (256,)])
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.net import Net
+from support.net import Net, built
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from support.sweep import sweep
 
@@ -82,8 +82,7 @@ gates in a prologue, gates that compute means, shuffled channels that cannot be 
 @cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, the network after the passes, and its program."""
-    n = Net()
-    graph = n.done(NETS[name][0](n))
+    graph = built(NETS[name][0])
     return graph, *calibrated(graph, precision, target)
 
 

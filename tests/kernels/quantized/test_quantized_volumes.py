@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.conv.test_volumes import NETS, block, volume  # type: ignore[import-not-found]
-from support.net import Net
+from support.net import Net, built
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from support.sweep import sweep
 
@@ -60,8 +60,7 @@ def swept(integers: str, floats: str) -> list[Any]:
 @cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, the network after the passes, and its program."""
-    n = Net()
-    graph = n.done(CASES[name](n))
+    graph = built(CASES[name])
     return graph, *calibrated(graph, precision, target)
 
 

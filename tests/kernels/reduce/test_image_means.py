@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.host import COMPILER, WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
@@ -152,7 +152,7 @@ def test_the_kernel_refuses() -> None:
     )
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("squares", "root", "threads", "channels"),
     [(False, False, 256, 32), (True, False, 512, 64), (True, True, 256, 128), (False, False, 512, 128)],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
@@ -88,7 +88,7 @@ def test_meanings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reduce_parts" in decisions(check_simulated(case(name), "fp32", tolerance=2e-5))
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep([(name, precision) for name in CASES for precision in ("fp32", "fp16")], *((name, "fp32") for name in CASES)),

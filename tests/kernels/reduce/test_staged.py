@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.host import WHY_NOT
-from support.net import Net
+from support.host import needs_compiler
+from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered, step_tactics
@@ -29,8 +29,7 @@ def test_meanings(name: str) -> None:
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals(reason: str) -> None:
     made, kind = REFUSED[reason]
-    n = Net()
-    program = lowered(n.done(*made(n)), "fp32")
+    program = lowered(built(made), "fp32")
     (found,) = (t for t in program.meta["tactics"] if t["kind"] == kind)  # type: ignore[union-attr, index, call-overload]
     assert {r["tactic"]: r["reason"] for r in found["refused"]}["reduce_staged"] == reason  # type: ignore[union-attr, index, call-overload]
 
@@ -47,7 +46,7 @@ def test_operands_that_nothing_stores() -> None:
     assert reasons["reduce_staged"] == "another launch computes the pointwise operator, and its operands are not stored"
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep([(name, precision) for name in CASES for precision in ("fp32", "fp16")], *((name, "fp16") for name in CASES)),

@@ -13,7 +13,7 @@ from kernels.conv import test_stream_k as test_stream_k_plans
 from kernels.gemm import test_matmul_stacks
 from kernels.generated_cases import FAMILIES, graph_of
 from kernels.pointwise import test_prologue
-from support.net import Net
+from support.net import Net, built
 from support.on_gpu import checked_launches, checked_program
 from support.simulated import feeds_of, lowered, simulate
 from support.whole_gpu import full_gpu
@@ -57,8 +57,7 @@ def beginning_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> Itera
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", test_prologue.NETS)
 def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = Net()
-    graph = n.done(*test_prologue.NETS[name](n))
+    graph = built(test_prologue.NETS[name])
     tried = set()
     # whole and split K, kept weights, stores from registers and by TMA
     for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31, 63, 127)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import WHY_NOT
+from support.host import needs_compiler
 from support.sweep import every
 
 from optdnn.errors import InternalError
@@ -128,7 +128,7 @@ WANTED = {
 }
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@needs_compiler
 @pytest.mark.parametrize("name", every(2, WANTED))
 def test_activations_on_the_processor(name: str, tmp_path: Path) -> None:
     """Each error is a small fraction of the rounding to fp16, also for large arguments and in the exact form."""

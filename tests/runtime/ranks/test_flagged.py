@@ -14,12 +14,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from support.host import HERE, WHY_NOT, library
+from support.host import HERE, library, needs_compiler
 
 from optdnn.runtime.cuda.collectives.peers import BLOCKS, ELEMENT_BYTES, FLAGGED, THREADS, Peers, blocks_of, recipe_for
 from optdnn.runtime.cuda.libraries.calls import Collective
 
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+pytestmark = needs_compiler
 
 PACKETS = """
 #include <sched.h>
