@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.quantized_nets import QNet, within
+from support.quantized_nets import QNet, folded, within
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.ir.verify import verify
 from optdnn.ops import requantize
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
@@ -23,8 +22,6 @@ from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import FakeQuantizeAttrs
-from optdnn.passes.base import PassContext, PassReport
-from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.rules import quantized_results
 from optdnn.types import FP16, FP32, UINT8
 
@@ -45,15 +42,6 @@ class RunNet(QNet):
         """Stages: the addition of operand 2, and a ReLU."""
         more = [Stage("Relu", (-2,))] if relu else []
         return MatMulAttrs(epilogue=(Stage("Add", (-1, 2)), *more))
-
-
-def folded(graph: Graph) -> tuple[Graph, PassReport]:
-    """A copy after the pass, which changes nothing more."""
-    copy, context = graph.copy(), PassContext(target="cuda:sm_90a")
-    report = FoldQuantized()(copy, context)
-    verify(copy)
-    assert FoldQuantized()(copy, context).changes == 0
-    return copy, report
 
 
 def agree(graph: Graph, other: Graph, tolerance: float = 2e-6) -> None:

@@ -20,18 +20,12 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.program import Program
 
 GPU = of_arch("sm_90a")
 VIEW = bshd(196, 12, 64, parts=3)
 FACTORS = Factors((12 * 3136, 3136, 224, 16), (12 * 3136, 3136, 16, 224), 14, 14)
 WINDOWS = Problem(25, 12, 196, 196, 64, 0.125, VIEW, VIEW, VIEW, bshd(196, 12, 64), factors=FACTORS)
 WHOLE = replace(WINDOWS, batch=1, queries=4096, keys=4096, factors=replace(FACTORS, key_width=64, query_width=64))
-
-
-def reasons(program: Program) -> list[str]:
-    """The reasons for which the tactic refuses the attentions of a network."""
-    return refusals(program, "attention_factors_sm90")
 
 
 def test_the_bias_is_not_stored() -> None:
@@ -53,7 +47,7 @@ def test_the_bias_is_not_stored() -> None:
     ],
 )
 def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
-    assert any(reason in r for r in reasons(lowered(attention_of_image(**options))))
+    assert any(reason in r for r in refusals(lowered(attention_of_image(**options)), "attention_factors_sm90"))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +59,7 @@ def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
-    assert reasons(lowered(attention(mask=mask))) == [reason]
+    assert refusals(lowered(attention(mask=mask)), "attention_factors_sm90") == [reason]
 
 
 def of_given_factors(

@@ -11,7 +11,6 @@ from support.simulated import OTHER_MACHINES_AND_TYPES, check_not_taken, check_s
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import chained
 from optdnn.ops.index import ConcatAttrs
-from optdnn.runtime.program import Program
 
 
 @pytest.fixture
@@ -139,10 +138,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
 }
 
 
-def reasons(program: Program) -> list[str]:
-    return refusals(program, "chained_sm90")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
@@ -162,7 +157,7 @@ def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(chained, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(built(bottlenecks))
     assert ("ChainedConv" in kinds(program)) == faster
-    assert faster or any("two launches are predicted" in r for r in reasons(program))
+    assert faster or any("two launches are predicted" in r for r in refusals(program, "chained_sm90"))
 
 
 def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +178,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
 def test_few_pixels_take_two_launches() -> None:
     program = lowered(built(bottlenecks))
     assert "ChainedConv" not in kinds(program)
-    assert any("pixels or rows, one launch takes as long as two (4096 are needed)" in r for r in reasons(program))
+    assert any(
+        "pixels or rows, one launch takes as long as two (4096 are needed)" in r
+        for r in refusals(program, "chained_sm90")
+    )

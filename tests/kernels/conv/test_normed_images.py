@@ -11,7 +11,7 @@ from support.covering import covering
 from support.net import Net, built
 from support.on_gpu import checked_program
 from support.one_config import only
-from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, tactics
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
@@ -71,12 +71,6 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NormedConv, "defer", lambda self, b, op: None)
 
 
-def reasons(program: Program) -> list[str]:
-    """The tactic's refusals."""
-    found = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
-    return [r["reason"] for r in found if r["tactic"] == "conv_normed_sm90"]
-
-
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("name", ["block", "chain", "moved"])
 def test_no_launch_normalizes(name: str) -> None:
@@ -106,7 +100,9 @@ def test_the_cost_model_leaves_many_tiles_of_many_images() -> None:
     x = _pixelwise(n, n.input(32, 16, 32, 32), 64)
     program = lowered(n.done(_pixelwise(n, _norm(n, x), 1024)))
     assert "conv_normed_sm90" not in tactics(program, "Conv")
-    assert any(r.startswith("norm and convolution are predicted to take") for r in reasons(program))
+    assert any(
+        r.startswith("norm and convolution are predicted to take") for r in refusals(program, "conv_normed_sm90")
+    )
 
 
 def _two_readers(n: Net) -> Value:
@@ -186,15 +182,16 @@ def _given_scale(n: Net) -> Value:
 def test_refusals(build: Callable[[Net], Value], because: str) -> None:
     program = lowered(built(build))
     assert "conv_normed_sm90" not in tactics(program, "Conv")
-    assert any(because in reason for reason in reasons(program)), reasons(program)
+    reasons = refusals(program, "conv_normed_sm90")
+    assert any(because in reason for reason in reasons), reasons
 
 
 @pytest.mark.usefixtures("wanted")
 def test_refusals_in_other_builds() -> None:
     graph = built(block)
-    assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32")))
+    assert any("it is for 16-bit floats" in r for r in refusals(lowered(graph, "tf32"), "conv_normed_sm90"))
     same_bits = lowered(graph, row_invariant=True)
-    assert any("moments are summed in another order" in r for r in reasons(same_bits))
+    assert any("moments are summed in another order" in r for r in refusals(same_bits, "conv_normed_sm90"))
 
 
 def test_images_are_whole_groups_of_eight_rows() -> None:

@@ -17,7 +17,6 @@ from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.runtime.program import Program
 
 
 @pytest.fixture
@@ -155,10 +154,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
 }
 
 
-def reasons(program: Program) -> list[str]:
-    return refusals(program, "separable_sm90")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
@@ -177,7 +172,7 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(built(lambda n: plain(n, out=16)))
     assert ("SeparableConv" in kinds(program)) == faster
-    assert faster or any("two launches are predicted" in r for r in reasons(program))
+    assert faster or any("two launches are predicted" in r for r in refusals(program, "separable_sm90"))
 
 
 @pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2, "out": 16}, {"channels": 512, "out": 168}, {"out": 24}])
@@ -187,7 +182,7 @@ def test_configurations_that_were_not_measured_are_for_tuning(
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(built(lambda n: plain(n, **more)))
     assert "SeparableConv" not in kinds(program)
-    assert any("only tuning tries" in r for r in reasons(program))
+    assert any("only tuning tries" in r for r in refusals(program, "separable_sm90"))
 
 
 def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +204,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1e-9)
     program = lowered(built(lambda n: plain(n, out=16)), row_invariant=True)
     assert "SeparableConv" not in kinds(program)
-    assert any("two launches are predicted" in r for r in reasons(program))
+    assert any("two launches are predicted" in r for r in refusals(program, "separable_sm90"))
 
 
 @pytest.mark.usefixtures("chosen")

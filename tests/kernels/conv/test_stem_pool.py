@@ -12,7 +12,6 @@ from support.simulated import check_not_taken, check_simulated, kinds, lowered, 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.stem_pool import PooledStem
 from optdnn.ops.index import ConcatAttrs
-from optdnn.runtime.program import Program
 
 
 @pytest.fixture
@@ -90,10 +89,6 @@ REFUSED: dict[str, tuple[Build, str]] = {
 }
 
 
-def reasons(program: Program) -> list[str]:
-    return refusals(program, "conv_stem_pool")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
@@ -108,4 +103,4 @@ def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(stem_pool, "predicted", lambda *given: 1.0 if faster else 0.0)
     program = lowered(built(NETS["ResNet"]))
     assert ("PooledImageConv" in kinds(program)) == faster
-    assert faster or any("two launches are predicted" in r for r in reasons(program))
+    assert faster or any("two launches are predicted" in r for r in refusals(program, "conv_stem_pool"))

@@ -34,7 +34,6 @@ from optdnn.ops.gemm import GemmAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.expected import expected_steps
-from optdnn.runtime.program import Program
 from optdnn.types import Array
 
 HOPPER = of_arch("sm_90a")
@@ -128,10 +127,6 @@ def test_a_convolution_whose_second_launch_is_gone_keeps_its_predicted_time(monk
     assert expected_steps(program)[step]["us"] == pytest.approx(0.25e6, rel=1e-4)
 
 
-def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
-    return refusals(program, name)
-
-
 def pixels(n: Net, channels: int = 64) -> Value:
     return n.op("GlobalAveragePool", n.conv(n.input(2, 8, 9, 7), channels))
 
@@ -217,7 +212,7 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(excited(1024, 32))
     assert ("SeparableConv" in kinds(program)) == faster
-    assert faster or any("two launches are predicted" in r for r in reasons(program))
+    assert faster or any("two launches are predicted" in r for r in refusals(program, "gemv_pair_sm90"))
 
 
 P = pair.Problem(2, 64, 16, 64)

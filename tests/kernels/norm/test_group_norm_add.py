@@ -21,7 +21,6 @@ from optdnn.ops.norm import GroupNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 
 HOPPER = of_arch("sm_90a")
@@ -78,10 +77,6 @@ def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     )
 
 
-def reasons(program: Program) -> list[str]:
-    return refusals(program, "group_norm_add")
-
-
 def two_readers(n: Net, x: Value) -> list[Value]:
     y = norm(n, x)
     return [n.op("Tanh", n.op("Add", y, x)), n.op("Sigmoid", y)]
@@ -122,7 +117,7 @@ def test_unmeasured_the_cost_model_decides(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tactic, "SEPARATE_S", -1.0)
     program = lowered(block())
     assert not any(str(s.params["tactic"]).startswith("group_norm_add") for s in program.steps)
-    assert any("two launches are predicted" in r for r in reasons(program))
+    assert any("two launches are predicted" in r for r in refusals(program, "group_norm_add"))
 
 
 P = clustered.Problem(2, 196, 64, 32, (("add",), ("relu",)))
