@@ -41,7 +41,7 @@ class Build:
     """How the network's inputs and outputs are split, if this is one rank of several."""
 
     def __post_init__(self) -> None:
-        self.engine.account = partial(
+        self.engine.make_report = partial(
             _account, passes=self.passes, compiled=self.compiled, seconds=self.seconds, precisions=self.precisions
         )
 

@@ -156,10 +156,10 @@ def _build(
     rank: int | None = None,
     imported: Imported | None = None,
 ) -> Build:
-    """Build an engine for one GPU, an engine for several GPUs, or (with ``rank``) the part of one of them. ``like`` is the program
-    of the same network with other weights. Its decisions are reused, and nothing is measured.
+    """Build an engine for one device or for several, or (with ``rank``) the part of one of them.
 
-    Raises UnsupportedError that names the nodes if the network, its optimized graph or its program would differ."""
+    ``like`` is a program of the same network with other weights. The build reuses its decisions and measures nothing. It raises
+    UnsupportedError that names the nodes if the network, its optimized graph or its program would differ."""
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds) if imported is None else imported
@@ -171,38 +171,41 @@ def _build(
     untouched = graph.copy() if offers_choice(options) or options.precision == AUTO else graph
     options = _keeping_ranges(options)
     split, ports = split_for(graph, options, 0 if rank is None else rank)
-    known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
-    account = PrecisionLog()
+    node_names = [n for op in graph.ops() for n in op.src] if options.precision_map else []
+    precision_log = PrecisionLog()
     facts = partial(build_facts, options=options)
     planned = mixture = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
+            planned = target.plan_sizes(source, graph, options, facts, precision_log, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         with _timed(seconds, "passes"):
-            passes, mixture = _run_passes(graph, options, target, like, account, say)
-    again = partial(_built_alone, model, (source, untouched, target, options), progress, cache=cache, spent=seconds)
+            passes, mixture = _run_passes(graph, options, target, like, precision_log, say)
+    build_alone = partial(
+        _built_alone, model, (source, untouched, target, options), progress, cache=cache, spent=seconds
+    )
     if mixture is not None and mixture.all_in_base:
-        return again(plan_of(options).base, {MIXTURE: mixture.to_plain()})
+        return build_alone(plan_of(options).base, {MIXTURE: mixture.to_plain()})
     passes = [*split, *passes]
-    check_pins(options.precision_map, graph, known)
+    check_pins(options.precision_map, graph, node_names)
 
-    plan, label, found = (mixture and mixture.plan) or plan_of(options), options.precision, None
+    plan = (mixture and mixture.plan) or plan_of(options)
+    label, search = options.precision, None
     if options.precision == AUTO:
         with _timed(seconds, "precision"):
-            found = found_precisions(graph, untouched, options, cache, say)
-        if found.alone is not None:
-            return again(found.alone, {AUTO: found.account.to_plain()})
-        plan, label = found.plan, found.label
-        graph, reports = assigned(graph, plan, options.target, found.calibration, options.opt_level, account)
-        passes += [*found.passes, *reports]
+            search = found_precisions(graph, untouched, options, cache, say)
+        if search.alone is not None:
+            return build_alone(search.alone, {AUTO: search.report.to_plain()})
+        plan, label = search.plan, search.label
+        graph, reports = assigned(graph, plan, options.target, search.calibration, options.opt_level, precision_log)
+        passes += [*search.passes, *reports]
     if options.emit_onnx is not None and options.locked is None:
         _emit_onnx(graph, options.emit_onnx)
     if like is not None:
         check_same_rewrites(like, [p.to_json() for p in passes], structure_digest(graph, numbers=False))
 
-    meta = facts(graph, passes) | ({} if found is None else {AUTO: found.account.to_plain()})
+    meta = facts(graph, passes) | ({} if search is None else {AUTO: search.report.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
     with _timed(seconds, "tactics"):  # on a GPU including the first runs
         work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
@@ -211,8 +214,8 @@ def _build(
         engine = compiled.engine or target.load(compiled.program)
     cache.save()
 
-    ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
-    _record_precisions(engine.program, work, account, mixture, ran)
+    ran = outcome(graph, precision_log, compiled.ran, compiled.otherwise, compiled.base, passes)
+    _record_precisions(engine.program, work, precision_log, mixture, ran)
     engine.program.meta[NETWORK] = network
     _complete(engine, model, work, options, ran)
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
@@ -246,13 +249,13 @@ def _built_for_ranks(model: Any, imported: Imported, say: Progress, cache: Timin
 def _record_precisions(
     program: Program,
     work: Optimized,
-    account: PrecisionLog,
+    precision_log: PrecisionLog,
     mixture: Mixture | None,
     ran: list[PrecisionOutcome],
 ) -> None:
     """Keep in ``program`` which precisions were asked for and which run, and the choice between those of a mixture."""
-    dangers = hazards(work.graph) if account.hazards is None else account.hazards
-    program.meta["precision"] = contract(work.plan, ran, dangers, account)
+    dangers = hazards(work.graph) if precision_log.hazards is None else precision_log.hazards
+    program.meta["precision"] = contract(work.plan, ran, dangers, precision_log)
     told = mixture.to_plain() if mixture is not None else None if work.like is None else work.like.meta.get(MIXTURE)
     if told is not None:
         program.meta[MIXTURE] = told
@@ -280,14 +283,22 @@ def _built_alone(
 
 
 def _run_passes(
-    graph: Graph, options: BuildOptions, target: Target, like: Program | None, account: PrecisionLog, say: Progress
+    graph: Graph,
+    options: BuildOptions,
+    target: Target,
+    like: Program | None,
+    precision_log: PrecisionLog,
+    say: Progress,
 ) -> tuple[list[PassReport], Mixture | None]:
     """Run the passes on ``graph``, for precision "auto" only the exact ones. Returns their reports and, if the options ask for a
     mixture, the choice between its precisions."""
     mixture = target.mixture(graph, options) if like is None else None
     decide: Decide | None = mixture if like is None else _recorded_plan(like)
     stop = AssignPrecision.name if options.precision == AUTO else None
-    return optimize(graph, options, options.target, say, stop_before=stop, account=account, decide=decide), mixture
+    reports = optimize(
+        graph, options, options.target, say, stop_before=stop, precision_log=precision_log, decide=decide
+    )
+    return reports, mixture
 
 
 def _recorded_plan(like: Program) -> Decide | None:

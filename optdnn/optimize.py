@@ -91,12 +91,12 @@ def optimize(
     say: Progress = lambda text: None,
     *,
     stop_before: str | None = None,
-    account: PrecisionLog | None = None,
+    precision_log: PrecisionLog | None = None,
     kept: ConstantCache | None = None,
     decide: Decide | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place. It ends before the pass ``stop_before``, if one is given
-    ("assign_precision": only the exact part runs). ``account`` receives the requested precision of each op. ``kept`` holds
+    ("assign_precision": only the exact part runs). ``precision_log`` receives the requested precision of each op. ``kept`` holds
     constants that earlier runs derived from the same weights. ``decide`` changes the plan, if the options have calibration data.
 
     Raises UsageError for an unknown stop-after."""
@@ -127,7 +127,7 @@ def optimize(
         plan=plan_of(options),
         calibration=calibration,
         moments=None if options.calib is None else partial(operand_moments, options, say=say),
-        account=account,
+        precision_log=precision_log,
         kept=kept or ConstantCache(),
     )
     run = partial(run_pipeline, graph, verify=options.debug, stop_after=options.stop_after)

@@ -108,8 +108,8 @@ class AssignPrecision(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         plan = context.plan or PrecisionPlan.of_option(context.precision)
-        account = context.account if context.account is not None else PrecisionLog()
-        account.asked = ask(graph, plan)
+        log = context.precision_log if context.precision_log is not None else PrecisionLog()
+        log.asked = ask(graph, plan)
         keys = {op.id: key(op) for op in graph.ops() if op.outputs}
         found: Calibration | None = None
         own = plan.quantizes and context.calibration is None
@@ -123,7 +123,7 @@ class AssignPrecision(Pass):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log)
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
@@ -131,28 +131,30 @@ class AssignPrecision(Pass):
             others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized
             others |= {i: reason for i, reason in decays(graph).items() if _float(plan, graph.op(i)) == "bf16"}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
-        if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
-            account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons}, context.on_gpu)
+        if (
+            "fp16" in plan.floats and context.precision_log is not None
+        ):  # reads every weight, so only if there is a report
+            log.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons}, context.on_gpu)
         if own:
-            account.refused.update(without_data(graph, plan, context.target, report))
+            log.refused.update(without_data(graph, plan, context.target, report))
         elif found is not None and plan.quantizes:
-            account.calibrated = {"method": found.method, "batches": found.samples}
+            log.calibrated = {"method": found.method, "batches": found.samples}
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
-                account.refused[keys[op_id]] = reason
+                log.refused[keys[op_id]] = reason
         if plan.packs:
             products = pack_products(graph, plan, report, context.kept, context.moments, context.target)
-            account.refused |= products.refused
-            account.packed = products.packed
+            log.refused |= products.refused
+            log.packed = products.packed
             if context.moments is not None and products.packed:
-                account.calibrated = {**account.calibrated, "weights": "gptq"}
+                log.calibrated = {**log.calibrated, "weights": "gptq"}
         if keeps is not None:
             assignment = _Assignment(graph, plan, report, keeps, guarded, sized, context.kept, context.on_gpu)
             assignment.run()
-            account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
-            account.converted |= {keys[i] for i in assignment.converted}
+            log.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
+            log.converted |= {keys[i] for i in assignment.converted}
         if context.on_gpu and "tf32" in plan.floats:
             _allow_tf32(graph, plan)
-        account.hazards = hazards(graph)
+        log.hazards = hazards(graph)
 
 
 _OWN_INTEGERS = frozenset(
@@ -178,12 +180,12 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards:
+def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog) -> Guards:
     """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
-    account.tried = largest is not None
+    log.tried = largest is not None
     others = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph)}
     reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}

@@ -124,7 +124,7 @@ class PassContext:
     """Ranges of values, or a function that finds them for a graph."""
     moments: Moments | None = None
     """Computes second moments of values on calibration data, for weights of 4 and 8 bits; None without data."""
-    account: PrecisionLog | None = None
+    precision_log: PrecisionLog | None = None
     """Log of ``assign_precision``: requested precisions, refusals and risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants that earlier runs (for other sizes, for example) computed from the same constants."""

@@ -55,7 +55,7 @@ class Engine:
         self._runner = open_engine(program, options)
         self._idle: deque[BaseContext] = deque([] if options.defer else [self.context()])
         self._runs = Runs()
-        self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
+        self.make_report: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build; creates :attr:`report`."""
         self.refitter: Refitter | None = None
         """Set if the compiler is available; rebuilds the engine for :meth:`refit`."""
@@ -101,7 +101,7 @@ class Engine:
     @property
     def report(self) -> Mapping[str, Plain] | None:
         """The steps and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
-        return None if self.account is None else Report(self.account(self))
+        return None if self.make_report is None else Report(self.make_report(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
         """Keep references to the custom operators that the program runs: it does not load without them."""
@@ -199,7 +199,7 @@ class Engine:
         )
         program = build.engine.program
         runner = open_runner(program, self._options)
-        self.account, self._runner, self._idle, self.program = build.engine.account, runner, deque(), program
+        self.make_report, self._runner, self._idle, self.program = build.engine.make_report, runner, deque(), program
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine file, and, from a build, PATH.report.json next to it (:attr:`report`); each atomically.

@@ -71,7 +71,7 @@ class Comparison:
                 "inputs_from": self.feeds_from,
                 **self.race.to_plain(),
                 "versus": self.versus(),
-                "build": dict(self.subject.account),
+                "build": dict(self.subject.record),
                 **(self.findings.to_plain() if self.findings else {}),
             }
         )
@@ -153,7 +153,7 @@ def _feeds(
 ) -> tuple[dict[str, Array], dict[str, Array], str]:
     """The inputs (random ones if none are given), other inputs of the same sizes, and the origin of the first ones in words."""
     profiles = () if subject.original is None else subject.original.profiles
-    typical: Any = subject.account.get("sizes")
+    typical: Any = subject.record.get("sizes")
     made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=given, typical=typical)
     feeds = {**made, **given}
     signature = Signature(subject.inputs, ())

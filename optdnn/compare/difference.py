@@ -153,10 +153,10 @@ def _fusions(passes: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, int]]:
 
 def _precisions(program: Program) -> dict[str, str]:
     """Node -> precision, for an engine with several precisions; otherwise the precision of all nodes."""
-    account = program.meta.get("precision", {})
-    nodes = account.get("nodes")
+    record = program.meta.get("precision", {})
+    nodes = record.get("nodes")
     if nodes is None:
-        return dict.fromkeys(account.get("runs", {}), "all nodes")
+        return dict.fromkeys(record.get("runs", {}), "all nodes")
     return {name: precision for precision, names in nodes.items() for name in names}
 
 

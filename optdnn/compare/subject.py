@@ -32,12 +32,12 @@ class Subject:
     """The engine that is compared, and the facts of its build.
 
     ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
-    are the engine's build options, as far as the graph depends on them. ``account`` records passes and tactics.
+    are the engine's build options, as far as the graph depends on them. ``record`` has the build's passes and tactics.
     """
 
     name: str
     engine: Path
-    account: Mapping[str, Plain]
+    record: Mapping[str, Plain]
     options: BuildOptions
     inputs: tuple[TensorSpec, ...]
     model: Path | None = None
@@ -86,11 +86,11 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
             f"{path} takes pictures or gives answers, which its rivals do not",
             hint="compare an engine of the model only",
         )
-    account = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
+    record = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
     if model is None:
-        return Subject(path.name, path, account, options, engine.inputs)
+        return Subject(path.name, path, record, options, engine.inputs)
     original = original_of(engine, model, str(path))
-    return Subject(path.name, path, account, options, specs(original), model, original)
+    return Subject(path.name, path, record, options, specs(original), model, original)
 
 
 def original_of(engine: Engine, model: Source, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:

@@ -9,7 +9,7 @@ from optdnn.config import BuildOptions, Progress
 from optdnn.errors import NotMet
 from optdnn.ir.graph import Graph
 from optdnn.optimize import optimize
-from optdnn.precision.account import SearchReport
+from optdnn.precision.search_report import SearchReport
 from optdnn.target_name import TargetName
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -32,17 +32,17 @@ def found_precisions(
     found = find(graph, options, options.target, cache, say, whole if on_gpu else None)
     cache.save()
     if not found.met:
-        raise not_met(found.account)
+        raise not_met(found.report)
     return found
 
 
-def not_met(account: SearchReport) -> NotMet:
+def not_met(report: SearchReport) -> NotMet:
     """The error if no engine is within the bound; it names the closest one."""
-    c = account.candidate()
+    c = report.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
     expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"
     return NotMet(
-        f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
+        f"no engine loses less than {report.bound:g} {report.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
         f"search saw{verified}{expected}",
         hint=f"nothing was written; --max-drop {c.worst:.3g} would accept it, and so might fewer --pin options",
     )

@@ -30,7 +30,6 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.account import Candidate, Reasons, SearchReport, node_facts
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.gpu_target import GpuTarget
@@ -38,6 +37,7 @@ from optdnn.precision.latency import OperatorTimes
 from optdnn.precision.metrics import metric_of
 from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
 from optdnn.precision.samples import halves
+from optdnn.precision.search_report import Candidate, Reasons, SearchReport, node_facts
 from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
 from optdnn.precision.targets import SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
@@ -72,7 +72,7 @@ class SearchResult:
 
     plan: PrecisionPlan
     label: str
-    account: SearchReport
+    report: SearchReport
     calibration: Calibration | None
     met: bool
     alone: str | None = None
@@ -402,7 +402,7 @@ class _Search:
         offered = {p for text in self.driver.offers for p in text.split("+")}
         facts = node_facts(self.space, chosen.plan, times, self.sensitivities, offered)
         facts = [replace(f, reason=why.of(f)) for f in facts]
-        account = SearchReport(
+        report = SearchReport(
             metric=self.metric.name,
             unit=self.metric.unit,
             bound=self.bound,
@@ -420,7 +420,7 @@ class _Search:
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
         alone = chosen.name if self._alone(chosen) else None
-        return SearchResult(plan, chosen.label, account, self.calibration, met, alone, self.passes)
+        return SearchResult(plan, chosen.label, report, self.calibration, met, alone, self.passes)
 
 
 def _fastest(good: Sequence[Candidate]) -> Candidate:

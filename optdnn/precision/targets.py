@@ -51,7 +51,7 @@ def assigned(
     target: str,
     calibration: Calibration | None,
     level: int = 3,
-    account: PrecisionLog | None = None,
+    precision_log: PrecisionLog | None = None,
     *,
     moments: Moments | None = None,
     kept: ConstantCache | None = None,
@@ -64,7 +64,7 @@ def assigned(
     rest = pipeline[names.index(AssignPrecision.name) :] if AssignPrecision.name in names else (AssignPrecision(),)
     kept = ConstantCache() if kept is None else kept
     context = PassContext(
-        target=machine, plan=plan, calibration=calibration, moments=moments, account=account, kept=kept
+        target=machine, plan=plan, calibration=calibration, moments=moments, precision_log=precision_log, kept=kept
     )
     return copy, run_pipeline(copy, rest, context)
 

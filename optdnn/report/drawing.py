@@ -38,7 +38,7 @@ def draw(
     """Draw a program. ``report`` is that of the command (of a comparison with its ``build``); ``measured`` the profile of a run
     (``profile``, perhaps ``layers`` and ``cliffs``), else the times are those that the plan expects. ``changes``: the times that
     ``optdnn diff`` found to differ."""
-    account = {**program.meta, **report.get("build", report)}
+    record = {**program.meta, **report.get("build", report)}
     net = network_of(program)
     if measured is not None:
         add_times(net, measured["profile"], measured.get("layers", ()))
@@ -46,8 +46,8 @@ def draw(
         add_times(net, expected_steps(program))
     if "layers_against" not in report and "bisect" in report:
         add_errors(net, report.get("layers") or (), layer_error)
-    known = Explanations(program, account)
-    told = {**account, **report}
+    known = Explanations(program, record)
+    told = {**record, **report}
     if measured is not None:  # the layers of a comparison are errors, and the cliffs of a build are by expected times
         told |= {"layers": measured.get("layers", ()), "cliffs": measured.get("cliffs", ())}
     found = [*slower_steps(changes, net), *findings(net, told)]

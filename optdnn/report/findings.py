@@ -41,7 +41,7 @@ class Finding:
 
 
 def findings(net: Network, report: _Row) -> list[Finding]:
-    """The findings on a network with its times, the largest gain first. ``report`` is the account of a build, a comparison or a
+    """The findings on a network with its times, the largest gain first. ``report`` is the report of a build, a comparison or a
     measurement."""
     left = {k: n for k, n in net.operators() if n.us}
     total = sum(n.us or 0.0 for n in left.values())

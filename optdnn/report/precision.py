@@ -1,6 +1,7 @@
 """The report of automatic precision: plans that were tried, accuracy against latency, and each node with its reason.
 
-It is drawn from the plain data that an engine keeps (``meta["auto"]``, from ``optdnn.precision.account.SearchReport.to_plain``).
+It is drawn from the plain data that an engine keeps: ``meta["auto"]``, made by
+:meth:`optdnn.precision.search_report.SearchReport.to_plain`.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def _weight(c: Mapping[str, Any], auto: Mapping[str, Any]) -> int:
 
 
 def to_markdown(auto: Mapping[str, Any], title: str) -> str:
-    """The account as Markdown; names from the model are escaped."""
+    """The report as Markdown; names from the model are escaped."""
     parts = [f"# Automatic precision: {escape(title)}", grid(columns(auto), rows(auto))]
     plot = text_plot(auto)
     if plot:
@@ -279,7 +280,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def to_html(auto: Mapping[str, Any], title: str) -> str:
-    """The account as one self-contained HTML file, without scripts. Needs jinja2 (extra ``report``)."""
+    """The report as one self-contained HTML file, without scripts. Needs jinja2 (extra ``report``)."""
     return render(
         "precision.html.j2",
         title=f"precision of {title}",
@@ -313,7 +314,7 @@ def _plot(auto: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write(auto: Mapping[str, Any], title: str, path: Path) -> None:
-    """Write the account to ``path``, in the form of its ending. Raises OutputError."""
+    """Write the report to ``path``, in the form of its ending. Raises OutputError."""
     text = to_html(auto, title) if form_of(path) == "html" else to_markdown(auto, title)
     write_atomic(path, [text.encode()])
 

@@ -62,7 +62,7 @@ NOT_KEPT = (
 
 @dataclass
 class Planned:
-    """The engine's program, the account of its first plan, and how the plans ran on a GPU."""
+    """The engine's program, the record of its first plan, and how the plans ran on a GPU."""
 
     program: Program
     graph: Graph
@@ -78,12 +78,12 @@ def plan_profiles(
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     say: Progress,
     choose: Choose = lambda graph: None,
-    account: PrecisionLog | None = None,
+    precision_log: PrecisionLog | None = None,
     like: Sequence[Program] = (),
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
+    ``choose`` tunes an optimum's graph (None: the cost model chooses). ``precision_log`` receives the precisions of the first plan.
     ``like``: the plans of an engine for the same network and profiles, whose decisions these take.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
@@ -106,7 +106,7 @@ def plan_profiles(
             say(f"plan {_show(opt)}")
             kept = ConstantCache(shared=common)
             with _located(symbolic, base, options, k, opt):
-                graph, passes = _optimized(base, opt, options, say, kept, account if first is None else None)
+                graph, passes = _optimized(base, opt, options, say, kept, precision_log if first is None else None)
                 prior = like[len(plans)] if like else None
                 tuned = choose(graph) if prior is None else None
                 program, tried = finish(graph, options, gpu, meta(graph, passes), say, tuned, kept, prior)
@@ -288,13 +288,13 @@ def _optimized(
     options: BuildOptions,
     say: Progress,
     kept: ConstantCache,
-    account: PrecisionLog | None = None,
+    precision_log: PrecisionLog | None = None,
 ) -> tuple[Graph, list[PassReport]]:
-    """The graph at these sizes after all passes, and their reports. ``account`` is filled with its precisions."""
+    """The graph at these sizes after all passes, and their reports. ``precision_log`` is filled with its precisions."""
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
     # the rewrites that need sizes, and the rest of the pipeline
-    again = optimize(graph, left, left.target, say, kept=kept, account=account)
+    again = optimize(graph, left, left.target, say, kept=kept, precision_log=precision_log)
     return graph, [*base.passes, *(report for report in again if report.changes or report.name not in done)]
 
 

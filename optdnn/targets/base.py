@@ -108,11 +108,11 @@ class Target(ABC):
         symbolic: Graph,
         options: BuildOptions,
         meta: Meta,
-        account: PrecisionLog,
+        precision_log: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
         like: Program | None = None,
     ) -> Planned:
-        """Plans for the ranges of sizes of ``symbolic``, by a target with ``one_size``. ``account`` is filled for the first
+        """Plans for the ranges of sizes of ``symbolic``, by a target with ``one_size``. ``precision_log`` is filled for the first
         plan; ``like`` is as in :class:`Optimized`."""
         raise InternalError(f"programs of {self.name} take all sizes: there are no plans to make")

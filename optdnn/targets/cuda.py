@@ -51,7 +51,7 @@ class Cuda(Target):
         symbolic: Graph,
         options: BuildOptions,
         meta: Meta,
-        account: PrecisionLog,
+        precision_log: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
         like: Program | None = None,
@@ -64,7 +64,7 @@ class Cuda(Target):
         tuner = partial(tune, options=share, gpu=self.gpu, cache=cache, say=progress)
         sized = replace(options, calib=SharedCalibration.of(options.calib))
         prior = () if like is None else plans_of(like)
-        return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, account, prior)
+        return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, precision_log, prior)
 
     def mixture(self, graph: Graph, options: BuildOptions) -> Mixture | None:
         if not offers_choice(options):

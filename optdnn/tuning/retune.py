@@ -193,5 +193,5 @@ def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.Pa
     meta = {k: v for k, v in program.meta.items() if k != KEY}
     known = report if isinstance(report, dict) else {}
     ran = {} if tried is None else {"first_runs": [tried.to_plain()]}
-    engine.account = lambda e: {**known, **meta, "tuning": tuned.to_plain(), **ran}
+    engine.make_report = lambda e: {**known, **meta, "tuning": tuned.to_plain(), **ran}
     engine.save(path)

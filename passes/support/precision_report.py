@@ -142,7 +142,7 @@ def _computes(op: Op) -> bool:
 
 def outcome(
     graph: Graph,
-    account: PrecisionLog,
+    log: PrecisionLog,
     ran: Mapping[str, str] | None = None,
     who: str = "",
     hint: str = "fp32",
@@ -161,7 +161,7 @@ def outcome(
     rounds = [op for op in graph.of_kind(*ANCHORS) if any(s.kind == "FakeQuantize" for s in op.attrs.epilogue)]
     rounded = {(op.kind, n): op for op in rounds for n in op.src}
     rows = []
-    for one in account.asked:
+    for one in log.asked:
         op = by_key.get(one.key) or next((rounded[one.kind, n] for n in one.nodes if (one.kind, n) in rounded), None)
         runs = None
         if op is not None and op.kind == one.kind:
@@ -170,16 +170,16 @@ def outcome(
             runs = next(integer[n] for n in one.nodes if n in integer)
         elif op is not None:
             runs = _on_eight_bits(graph, op) or structural(graph, op)
-        if runs in ("fp16", "bf16") and one.key in account.converted:
+        if runs in ("fp16", "bf16") and one.key in log.converted:
             runs = "fp32"
         if runs is None:
             continue  # merged into another op, or folded away
-        reason = account.refused.get(one.key)
+        reason = log.refused.get(one.key)
         if runs == "fp32":
             runs = hint
         reported = (ran or {}).get(one.key)
-        if one.key in account.packed:
-            runs = account.packed[one.key]
+        if one.key in log.packed:
+            runs = log.packed[one.key]
         elif reported is not None and reported != runs:
             runs = reported
             reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {reported}"
@@ -356,7 +356,7 @@ def _transposed(op: Op) -> bool:
 
 
 def to_plain(
-    plan: PrecisionPlan, rows: list[PrecisionOutcome], dangers: list[Remark], account: PrecisionLog
+    plan: PrecisionPlan, rows: list[PrecisionOutcome], dangers: list[Remark], log: PrecisionLog
 ) -> dict[str, Any]:
     """JSON data for an engine: the plan, the number of ops per precision, and every difference, hazard and risk.
 
@@ -368,11 +368,11 @@ def to_plain(
         where.setdefault(r.runs, {}).update(dict.fromkeys(r.asked.nodes))
     return {
         "plan": plan.to_json(),
-        **({"calibration": account.calibrated} if account.calibrated else {}),
+        **({"calibration": log.calibrated} if log.calibrated else {}),
         "runs": dict(sorted(counts.items())),
         **({"nodes": {p: list(nodes) for p, nodes in sorted(where.items())}} if len(where) > 1 else {}),
         "differs": [r.to_json() for r in rows if r.differs],
         "hazards": [h.to_json() for h in dangers],
-        "risks": [r.to_json() for r in account.risks],
-        **({} if account.tried is None else {"fp16_tried": account.tried}),
+        "risks": [r.to_json() for r in log.risks],
+        **({} if log.tried is None else {"fp16_tried": log.tried}),
     }

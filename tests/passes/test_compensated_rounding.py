@@ -129,7 +129,7 @@ def test_products_use_moments_of_their_operands() -> None:
         asked.extend(given.op(v).kind for v in wanted)
         return second_moments(given, feeds, wanted)
 
-    AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("w4"), moments=moments, account=log))
+    AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("w4"), moments=moments, precision_log=log))
     assert asked == ["Input", "Pointwise"]
     assert log.calibrated == {"weights": "gptq"}
     rows = np.concatenate([f["x"] for f in feeds])

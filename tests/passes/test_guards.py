@@ -257,8 +257,8 @@ def test_the_contract_names_them_with_the_reason() -> None:
 
 def test_a_named_one_is_a_risk() -> None:
     graph = with_epsilon(NORMALIZE, 1e-12)
-    account = PrecisionLog()
+    log = PrecisionLog()
     plan = PrecisionPlan("fp16", {"c": "fp16"}, "fp16")
-    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=plan, account=account))
-    (risk,) = account.risks
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=plan, precision_log=log))
+    (risk,) = log.risks
     assert (risk.key, risk.what) == ("c", "underflow: the constant 'eps' is 1e-12, fp16 has nothing below 6e-08")

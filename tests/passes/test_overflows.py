@@ -39,12 +39,12 @@ def layer(
 
 
 def refused(graph: Graph, plan: PrecisionPlan | None = None, target: str = "cuda:sm_90a") -> dict[str, str]:
-    account = PrecisionLog()
+    log = PrecisionLog()
     context = PassContext(
-        target=target, precision="fp16", plan=plan or PrecisionPlan("fp16", base="fp16"), account=account
+        target=target, precision="fp16", plan=plan or PrecisionPlan("fp16", base="fp16"), precision_log=log
     )
     AssignPrecision()(graph, context)
-    return account.refused
+    return log.refused
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(powers()) is not None
     monkeypatch.setattr(overflows, "TRIAL_FLOPS", 10.0)
     assert largest_values(powers()) is None
-    account = PrecisionLog()
-    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
-    assert account.tried is False
-    assert account.refused == {}
+    log = PrecisionLog()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", precision_log=log))
+    assert log.tried is False
+    assert log.refused == {}
     monkeypatch.undo()
     monkeypatch.setattr(overflows, "TRIAL_ELEMENTS", 10.0)
     assert largest_values(powers()) is None
@@ -185,9 +185,9 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_records_whether_overflows_were_tried() -> None:
-    account = PrecisionLog()
-    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
-    assert account.tried is True
-    account = PrecisionLog()
-    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="bf16", account=account))
-    assert account.tried is None
+    log = PrecisionLog()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", precision_log=log))
+    assert log.tried is True
+    log = PrecisionLog()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="bf16", precision_log=log))
+    assert log.tried is None

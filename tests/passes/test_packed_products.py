@@ -31,7 +31,7 @@ K, N = 192, 64
 
 def assign(graph: Graph, plan: str | PrecisionPlan = "w4", target: str = "cpu", log: Any = None) -> PassReport:
     plan = PrecisionPlan.of_option(plan) if isinstance(plan, str) else plan
-    report = AssignPrecision()(graph, PassContext(target=target, plan=plan, account=log))
+    report = AssignPrecision()(graph, PassContext(target=target, plan=plan, precision_log=log))
     verify(graph)
     return report
 

@@ -122,7 +122,7 @@ def test_other_operators_stay(kind: str) -> None:
 )
 def test_only_fp16_on_gpus_needs_it(precision: str, target: str, fires: int) -> None:
     graph, log = small("Conv with a bias"), PrecisionLog()
-    context = PassContext(target=target, precision=precision, account=log)
+    context = PassContext(target=target, precision=precision, precision_log=log)
     report = AssignPrecision()(graph, context)
     verify(graph)
     assert [f.rule for f in report.fired].count("enlarge") == fires

@@ -17,8 +17,8 @@ from optdnn.lowering.steps import lower_reference
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision import search
-from optdnn.precision.account import SearchReport
 from optdnn.precision.latency import OperatorTimes, Timed
+from optdnn.precision.search_report import SearchReport
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -86,5 +86,5 @@ def another_network() -> Graph:
     return wrong
 
 
-def node(account: SearchReport, key: str) -> Any:
-    return next(n for n in account.nodes if n.key == key)
+def node(report: SearchReport, key: str) -> Any:
+    return next(n for n in report.nodes if n.key == key)

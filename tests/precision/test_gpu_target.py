@@ -73,9 +73,9 @@ def test_tf32_is_searched_and_pinned() -> None:
         precision_map={"head": "tf32"},
     )  # fmt: skip
     found = search.find(fixed_perceptron(), options, "simulate", TimingCache())
-    plain = found.account.to_plain()
+    plain = found.report.to_plain()
     assert {p for c in plain["candidates"] for p in c["precisions"]} == {"fp32", "tf32"}
-    first, *_, head = found.account.nodes
+    first, *_, head = found.report.nodes
     assert head.precision == "tf32"
     assert "pinned" in head.reason
     assert 1e-9 < first.sensitivity["tf32"].noise < 1e-5

@@ -285,10 +285,10 @@ def test_the_trained_transformer_mixes_4_and_8_bits(monkeypatch: pytest.MonkeyPa
     data = {"x": x[:64], "labels": labels[:64]}
     found = find(graph, driver, monkeypatch, metric="mse", max_drop=BOUND, calib=data, candidates="w8,w4")
     assert found.met
-    chosen = found.account.candidate()
+    chosen = found.report.candidate()
     assert chosen.worst <= BOUND
-    assert {"w8", "w4"} <= set(chosen.counts), [(c.name, c.searched, c.counts) for c in found.account.candidates]
-    alone = {c.name: c for c in found.account.candidates if c.single}
+    assert {"w8", "w4"} <= set(chosen.counts), [(c.name, c.searched, c.counts) for c in found.report.candidates]
+    alone = {c.name: c for c in found.report.candidates if c.single}
     assert alone["w8"].worst <= BOUND < alone["w4"].worst
     assert chosen.ms is not None
     assert alone["w8"].ms is not None
@@ -297,7 +297,7 @@ def test_the_trained_transformer_mixes_4_and_8_bits(monkeypatch: pytest.MonkeyPa
     codes = [op.attrs.code for op in made.of_kind("PackedMatMul")]
     wanted = [found.plan.nodes[k] for k in able]
     assert [codes.count(c) for c in ("uint4", "uint8")] == [wanted.count(p) for p in ("w4", "w8")]
-    reasons = {n.key: n.reason for n in found.account.nodes}
+    reasons = {n.key: n.reason for n in found.report.nodes}
     assert all(
         f"{found.plan.nodes[k]} is faster than fp32 here" in reasons[k] for k in able if found.plan.nodes[k] != "fp32"
     )

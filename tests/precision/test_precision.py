@@ -119,9 +119,9 @@ def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
 def assigned(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None = None, target: str = "cuda:sm_90a"
 ) -> PrecisionLog:
-    account = PrecisionLog()
-    AssignPrecision()(graph, PassContext(target=target, plan=plan, calibration=calibration, account=account))
-    return account
+    log = PrecisionLog()
+    AssignPrecision()(graph, PassContext(target=target, plan=plan, calibration=calibration, precision_log=log))
+    return log
 
 
 def ranges(graph: Graph, size: float = 4.0) -> Calibration:
@@ -132,15 +132,15 @@ def ranges(graph: Graph, size: float = 4.0) -> Calibration:
 def test_refusals_are_reported_with_their_reason() -> None:
     n = Net()
     graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4, alpha=0.5)))
-    account = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
-    rows = {r.asked.key: r for r in outcome(graph, account)}
+    log = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
+    rows = {r.asked.key: r for r in outcome(graph, log)}
     assert (rows["Gemm_1"].runs, rows["Softmax_2"].runs) == ("fp32", "fp32")
     assert rows["Gemm_1"].reason == "a Gemm with alpha, beta or a transposed A has no int8 form"
     assert rows["Softmax_2"].reason == "Softmax has no int8 form"
     n = Net()
     graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4)))
-    account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
-    assert {r.asked.key: (r.asked.precision, r.runs) for r in outcome(graph, account)} == {
+    log = assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    assert {r.asked.key: (r.asked.precision, r.runs) for r in outcome(graph, log)} == {
         "Gemm_1": ("int8", "int8"),
         "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: it gets the float precision
     }
@@ -149,28 +149,28 @@ def test_refusals_are_reported_with_their_reason() -> None:
 def test_a_product_that_stays_float_on_a_gpu_has_the_reason_of_the_pass() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
-    account = assigned(graph, PrecisionPlan("int8", {"Gemm_1": "int8"}), ranges(graph))
-    account.asked = [replace(account.asked[0], precision="fp8")]
+    log = assigned(graph, PrecisionPlan("int8", {"Gemm_1": "int8"}), ranges(graph))
+    log.asked = [replace(log.asked[0], precision="fp8")]
     refused = PassReport("fold_quantized", refused=[Refused("product", ("Gemm_1",), "no kernel takes it")])
-    (row,) = outcome(graph, account, passes=[refused])
+    (row,) = outcome(graph, log, passes=[refused])
     assert row.reason == "no kernel takes it"
-    assert outcome(graph, account)[0].reason == "the graph has it in int8"
+    assert outcome(graph, log)[0].reason == "the graph has it in int8"
 
 
 def test_a_half_quantized_product_says_which_half() -> None:
     n = QNet()
     graph = n.done(n.op("MatMul", n.fake(n.input(2, 8), 0.1), n.const(np.ones((8, 4), np.float32))))
-    account = PrecisionLog()
-    AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("int8"), account=account))
-    (row,) = (r for r in outcome(graph, account) if r.asked.kind == "MatMul")
+    log = PrecisionLog()
+    AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("int8"), precision_log=log))
+    (row,) = (r for r in outcome(graph, log) if r.asked.kind == "MatMul")
     assert (row.runs, row.reason) == ("fp32", "its input is quantized, but its second operand is not")
 
 
 def test_a_library_that_runs_otherwise_is_reported() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
-    account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
-    (row,) = outcome(graph, account, {"Gemm_1": "fp32"}, "somelib")
+    log = assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    (row,) = outcome(graph, log, {"Gemm_1": "fp32"}, "somelib")
     assert row.differs
     assert row.reason == "somelib runs it in fp32"
 
@@ -178,8 +178,8 @@ def test_a_library_that_runs_otherwise_is_reported() -> None:
 def test_the_models_own_types_are_as_asked() -> None:
     n = Net(np.float16)
     graph = n.done(n.op("Exp", n.input(3)))
-    account = assigned(graph, PrecisionPlan("fp32"), target="cpu")
-    (row,) = outcome(graph, account)
+    log = assigned(graph, PrecisionPlan("fp32"), target="cpu")
+    (row,) = outcome(graph, log)
     assert (row.asked.precision, row.runs) == ("fp16", "fp16")
 
 
@@ -274,8 +274,8 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert found["MatMul_1"] == "overflow: its weights sum to 2.4e+05, so that operands of 1 may give more than 65504"
     assert "100% of the constant" in found["MatMul_2"]
     assert "reaches 1e+09" in found["Add_3"]
-    account = assigned(graph, plan)
-    assert {r.key for r in account.risks} == {"MatMul_1", "MatMul_2", "Add_3"}
+    log = assigned(graph, plan)
+    assert {r.key for r in log.risks} == {"MatMul_1", "MatMul_2", "Add_3"}
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 

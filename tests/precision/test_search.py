@@ -40,11 +40,11 @@ def test_the_fastest_mixture_within_the_bound_is_found(monkeypatch: pytest.Monke
     assert found.met
     assert {k: found.plan.nodes[k] for k in TIMES} == {"first.out": "int8", "second.out": "int8", "head.out": "bf16"}
     assert found.label == "int8+bf16"
-    chosen = found.account.candidate()
+    chosen = found.report.candidate()
     assert chosen.verified is not None
     assert chosen.worst <= 0.05
-    assert chosen.ms == min(c.ms for c in found.account.candidates if c.ms is not None)
-    reason = node(found.account, "head.out").reason
+    assert chosen.ms == min(c.ms for c in found.report.candidates if c.ms is not None)
+    reason = node(found.report, "head.out").reason
     assert "bf16 is faster than fp32 here: 6.0 µs against 10.0 µs" in reason
     assert "int8 is slower than bf16 here: 14.0 µs against 6.0 µs" in reason
 
@@ -67,8 +67,8 @@ def test_a_mixture_has_to_gain_more_if_times_are_predicted(
 ) -> None:
     times = {**{k: {"fp32": 10.0, "bf16": 6.0} for k in TIMES}, "first.out": {"fp32": first, "bf16": 6.0}}
     found = find(perceptron(), driver(("fp32", "bf16"), times=times), monkeypatch, metric="cosine", max_drop=0.1)
-    chosen = found.account.candidate()
-    assert found.account.measured == (driver is Numpy)
+    chosen = found.report.candidate()
+    assert found.report.measured == (driver is Numpy)
     assert chosen.single == single
     assert chosen.name == "bf16" or not single
     assert chosen.predicted_us == pytest.approx(19.0 if single else first + 13.0)
@@ -78,33 +78,33 @@ def test_a_tight_bound_takes_less_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
     assert found.met
     assert "int8" not in set(found.plan.nodes.values())
-    assert found.account.candidate().worst <= 1e-5
+    assert found.report.candidate().worst <= 1e-5
     assert "bf16" in found.label
-    assert "int8 would save 3.0 µs, but" in node(found.account, "first.out").reason
+    assert "int8 would save 3.0 µs, but" in node(found.report, "first.out").reason
 
 
 def test_a_bound_of_nothing_gives_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, metric="mse", max_drop=0.0)
     assert found.met
-    assert found.account.chosen == "fp32"
+    assert found.report.chosen == "fp32"
 
 
 def test_losses_of_pins_count_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"metric": "mse", "precision_map": {"first": "int8"}}
     found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=1.0, **options)
     assert found.met
-    assert found.account.candidate().worst > 0, "held against fp32, not against fp32 with the pins"
+    assert found.report.candidate().worst > 0, "held against fp32, not against fp32 with the pins"
     found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=0.0, **options)
     assert not found.met
-    assert found.account.candidate().worst > 0
+    assert found.report.candidate().worst > 0
 
 
 def test_a_single_precision_that_is_as_fast_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {k: {"fp32": 10.0, "bf16": 5.0, "int8": 9.0} for k in TIMES}
     found = find(perceptron(), Numpy(times=times), monkeypatch, metric="cosine", max_drop=0.05)
-    assert found.account.chosen == "bf16"
+    assert found.report.chosen == "bf16"
     assert found.label == "bf16"
-    assert "int8 is slower than bf16 here: 9.0 µs against 5.0 µs" in node(found.account, "first.out").reason
+    assert "int8 is slower than bf16 here: 9.0 µs against 5.0 µs" in node(found.report, "first.out").reason
 
 
 def test_pins_hold_in_every_plan_and_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +112,16 @@ def test_pins_hold_in_every_plan_and_are_the_reason(monkeypatch: pytest.MonkeyPa
         perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05, precision_map={"*": "fp32", "sec*": "bf16"}
     )
     assert all(
-        c.plan.nodes["first.out"] == "fp32" and c.plan.nodes["second.out"] == "bf16" for c in found.account.candidates
+        c.plan.nodes["first.out"] == "fp32" and c.plan.nodes["second.out"] == "bf16" for c in found.report.candidates
     )
-    assert node(found.account, "second.out").reason == "pinned by --pin sec*=bf16"
+    assert node(found.report, "second.out").reason == "pinned by --pin sec*=bf16"
 
 
 @pytest.mark.slow
 def test_a_bound_that_nothing_meets_gives_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled = find(perceptron(), Numpy(), monkeypatch, metric=_worse_unseen(), max_drop=0.5)
     assert not spoiled.met
-    assert spoiled.account.candidate().worst == min(
-        c.worst for c in spoiled.account.candidates if c.verified is not None
-    )
+    assert spoiled.report.candidate().worst == min(c.worst for c in spoiled.report.candidates if c.verified is not None)
 
 
 def _worse_unseen() -> Callable[[Any, Any], float]:
@@ -163,7 +161,7 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
     assert True in n_seen
     assert False in n_seen
     assert "int8" not in found.label
-    tried = [c for c in found.account.candidates if not c.single and c.verified is not None and "int8" in c.counts]
+    tried = [c for c in found.report.candidates if not c.single and c.verified is not None and "int8" in c.counts]
     assert tried  # a mixture was built, and verification refused it
     assert all(c.drop <= 1.0 < c.worst for c in tried)
 
@@ -179,7 +177,7 @@ def test_batches_of_an_iterable_give_the_results_of_arrays(monkeypatch: pytest.M
     batches = [{"x": part} for part in np.array_split(DATA["x"], 9)]
     streamed = find(perceptron(), Numpy(), monkeypatch, calib=iter(batches), **options)
     assert streamed.plan.nodes == held.plan.nodes
-    for a, b in zip(streamed.account.candidates, held.account.candidates, strict=True):
+    for a, b in zip(streamed.report.candidates, held.report.candidates, strict=True):
         assert a.name == b.name
         assert a.drop == pytest.approx(b.drop, rel=1e-4, abs=1e-9)
         assert (a.verified is None) == (b.verified is None)
@@ -194,8 +192,8 @@ def test_an_engine_that_fails_is_out_with_its_reason(monkeypatch: pytest.MonkeyP
             return super().quick(graph, plan, library)
 
     found = find(perceptron(), Refusing(), monkeypatch, metric="cosine", max_drop=0.05)
-    assert found.account.chosen == "bf16"
-    assert next(c for c in found.account.candidates if c.name == "int8").error == "no integers today"
+    assert found.report.chosen == "bf16"
+    assert next(c for c in found.report.candidates if c.name == "int8").error == "no integers today"
 
 
 def test_a_metric_that_raises_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,63 +214,63 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_account_is_plain_and_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
-    account = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).account
-    front = account.front()
+    report = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).report
+    front = report.front()
     times = [c.ms for c in front]
     assert times == sorted(times)  # type: ignore[type-var]
     drops = [c.worst for c in front]
     assert drops == sorted(drops, reverse=True)
     assert len(front) >= 2
-    plain = account.to_plain()
+    plain = report.to_plain()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert [c["name"] for c in plain["candidates"] if c["front"]]
 
 
 def test_declined_plans_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
-    lines = declined(found.account.to_plain())
+    lines = declined(found.report.to_plain())
     (lost,) = [text for text in lines if text.startswith("int8 declined")]
     assert "of cosine distance, the bound is 1e-05; most of int8's noise at the outputs is from " in lost
     assert lost.count("%") == 3
     slow = {k: {"fp32": 10.0, "bf16": 20.0} for k in TIMES}
     found = find(perceptron(), Numpy(offers=("fp32", "bf16"), times=slow), monkeypatch, metric="cosine", max_drop=0.05)
-    assert declined(found.account.to_plain()) == ["bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"]
+    assert declined(found.report.to_plain()) == ["bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"]
 
 
 def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (reported,) = [text for text in sentences(account) if "so small a loss" in text]
+    report = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).report.to_plain()
+    (reported,) = [text for text in sentences(report) if "so small a loss" in text]
     assert reported.startswith(
         "32 samples cannot show so small a loss: an engine that loses none may lose up to 9.4 points elsewhere"
     )
     assert "; 300 samples that training has not seen suffice" in reported
-    few = sentences({**account, "samples": {**account["samples"], "verification": 1}})
+    few = sentences({**report, "samples": {**report["samples"], "verification": 1}})
     assert [t for t in few if t.startswith("1 sample cannot") and "may lose up to 100 points" in t]
     assert "1 other to verify by; one sample counts 100 points" in few[0]
     for changed in ({"bound": 10.0}, {"name": "mse"}):
         assert not [
-            t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "so small a loss" in t
+            t for t in sentences({**report, "metric": {**report["metric"], **changed}}) if "so small a loss" in t
         ]
 
 
 @pytest.mark.slow
 def test_the_expectation_from_margins_declines_a_plan_that_lost_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 loses none of 64 samples, and brings some near the border: half a point is expected, one sample would be three."""
-    loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account
+    loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).report
     assert "int8" in loose.candidate().counts
-    account = find(perceptron(), Numpy(), monkeypatch, max_drop=0.5).account
-    assert account.met
-    assert "int8" not in account.candidate().counts
-    single = next(c for c in account.candidates if c.name == "int8")
+    report = find(perceptron(), Numpy(), monkeypatch, max_drop=0.5).report
+    assert report.met
+    assert "int8" not in report.candidate().counts
+    single = next(c for c in report.candidates if c.name == "int8")
     assert single.drop == single.verified == 0.0
     assert single.expected is not None
     assert 0.5 < single.expected == single.worst < 1.0
     # The search applied the bound before it built plans: the plan that the loose bound allowed was not built.
-    same = next(c for c in account.candidates if c.assignment == loose.candidate().assignment)
+    same = next(c for c in report.candidates if c.assignment == loose.candidate().assignment)
     assert same.drop == 0.0
     assert same.searched > 0.5
     assert same.verified is None
-    plain = account.to_plain()
+    plain = report.to_plain()
     (reported,) = [text for text in declined(plain) if text.startswith("int8 declined")]
     assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in reported
     assert "the bound is 0.5" in reported
@@ -285,9 +283,9 @@ def test_the_expectation_from_margins_declines_a_plan_that_lost_no_sample(monkey
 
 
 def test_other_metrics_expect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    account = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).account
-    assert all(c.expected is None for c in account.candidates)
-    plain = account.to_plain()
+    report = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).report
+    assert all(c.expected is None for c in report.candidates)
+    plain = report.to_plain()
     assert "expected from margins" not in columns(plain)
     assert not any("margins" in text for text in sentences(plain))
 
@@ -304,9 +302,9 @@ def test_a_bound_that_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pyte
     )
     found = find(perceptron(), Narrow(offers=("fp32",)), monkeypatch, max_drop=0.2, candidates=())
     assert not found.met
-    closest = found.account.candidate()
+    closest = found.report.candidate()
     assert closest.drop == closest.verified == 0.0
-    error = not_met(found.account)
+    error = not_met(found.report)
     assert f"{closest.expected:.3g} expected from margins" in str(error)
     assert f"--max-drop {closest.worst:.3g}" in (error.hint or "")
 
@@ -332,11 +330,11 @@ def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatc
 
     driver = Tunable(times=times)
     found = find(perceptron(), driver, monkeypatch, metric="cosine", max_drop=0.05)
-    assert found.account.chosen == "int8"
-    assert found.account.candidate().ms == 0.001
+    assert found.report.chosen == "int8"
+    assert found.report.candidate().ms == 0.001
     assert set(tunings) == {len(tunings)}
     assert 2 <= len(tunings) <= 4
-    rows = {c["name"]: c for c in found.account.to_plain()["candidates"]}
+    rows = {c["name"]: c for c in found.report.to_plain()["candidates"]}
     assert sum(c.get("tuned", False) for c in rows.values()) == len(tunings)
 
 
@@ -347,12 +345,12 @@ def test_a_tuned_plan_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPa
 
     found = find(perceptron(), Worse(), monkeypatch, metric="mse", max_drop=0.01)
     assert found.met
-    chosen = found.account.candidate()
+    chosen = found.report.candidate()
     assert not chosen.tuned
     assert chosen.ms == min(
-        c.ms for c in found.account.candidates if c.ms is not None and not c.tuned and c.worst <= 0.01
+        c.ms for c in found.report.candidates if c.ms is not None and not c.tuned and c.worst <= 0.01
     )
-    assert any(c.tuned and c.worst > 0.01 for c in found.account.candidates)
+    assert any(c.tuned and c.worst > 0.01 for c in found.report.candidates)
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.passes.support import quantize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision import search
-from optdnn.precision.account import Candidate, NodeFacts, Reasons
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import Timed
 from optdnn.precision.plans import Node, Problem
+from optdnn.precision.search_report import Candidate, NodeFacts, Reasons
 from optdnn.precision.sensitivity import Sensitivity
 from optdnn.precision.targets import assigned
 from optdnn.runtime.engine import Engine
@@ -105,8 +105,8 @@ def test_the_cost_of_casts_is_learned_from_whole_engines(monkeypatch: pytest.Mon
     assert any("casts cost" in text for text in said)
     assert len(races) > 1
     assert all(a <= b for a, b in itertools.pairwise(races)), "times of one race are compared"
-    tried = [c for c in found.account.candidates if not c.single and c.ms is not None]
-    chosen = found.account.candidate()
+    tried = [c for c in found.report.candidates if not c.single and c.ms is not None]
+    chosen = found.report.candidate()
     assert chosen.ms == min(c.ms for c in tried if c.ms is not None)
     assert chosen.assignment["first.out"] != "int8"  # the times of single ops would have chosen it
     assert tried[0].assignment["first.out"] == "int8"

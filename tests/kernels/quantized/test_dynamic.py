@@ -144,9 +144,9 @@ def test_depthwise_kernels_refuse_them() -> None:
 
 def test_floats_between_products_are_no_hazard() -> None:
     """Their range is computed from floats."""
-    account = PrecisionLog()
+    log = PrecisionLog()
     graph = network("rows")
     for one in (DynamicQuantization(), AssignPrecision()):
-        one(graph, PassContext(target="cuda:sm_90a", account=account))
+        one(graph, PassContext(target="cuda:sm_90a", precision_log=log))
     assert graph.kinds()["MatMul"] == 1
-    assert not account.hazards
+    assert not log.hazards
