@@ -112,17 +112,24 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.target_name.TARGETS` ("auto": the GPU if it is usable, otherwise cpu); ``precision`` is
-    "fp32", "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
-    ``max_drop`` of ``metric`` on ``calib=``; NotMet if no engine is), "w4", "w8" or "w4a8" (packed weights of products; activations
-    are fp16 on GPUs and fp32 elsewhere; "w4+bf16"; "w4a8" may round activations to int8) or (on GPUs) "tf32", "fp16" or "fp8";
+    ``target`` is one of :data:`optdnn.target_name.TARGETS`; "auto" is the GPU if it is usable, otherwise cpu. ``precision`` is
+    one of these:
+
+    - "fp32" or "bf16"; on GPUs also "tf32", "fp16" or "fp8".
+    - "int8", with calibration data in ``calib``: arrays, a file, a folder of pictures, or an iterable of feeds.
+    - "w4", "w8" or "w4a8": the constant weights of products are packed. Activations are fp16 on GPUs and fp32 elsewhere
+      ("w4+bf16": bf16). "w4a8" may round activations to int8.
+    - "auto": the build chooses a precision for each node, within ``max_drop`` of ``metric`` on the data in ``calib``. It raises
+      NotMet if no engine is within it.
+
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of dimensions
-    (:func:`optdnn.ranges.input_shapes`); a list of such mappings gives several profiles. ``preprocess`` maps input names to
-    :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to
-    steps on them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
-    :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text for each step of the
-    build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError if a requested file
-    (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
+    (:func:`optdnn.ranges.input_shapes`). A list of such mappings gives several profiles. ``preprocess`` maps input names to
+    :class:`optdnn.ImageSpec` (or its JSON): these inputs take pictures. ``postprocess`` maps output names to steps on them:
+    "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". :class:`optdnn.config.BuildOptions` describes the other options.
+    ``progress`` is called with a line of text for each step of the build.
+
+    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError if a requested file (``timing_cache``,
+    ``dump``, ``emit_onnx``) cannot be written. :meth:`Engine.save` writes the engine itself.
     """
     given = locals()
     own = {f.name: given[f.name] for f in fields(BuildOptions)}

@@ -102,12 +102,12 @@ class BuildOptions:
     file). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``).
     With ``strict_precision`` it is an error (NotMet) if a node does not run in the requested precision.
 
-    For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.search`): ``calib`` is the data,
-    split into a part for the search and a part for verification; ``labels`` its labels, if the data does not hold them; ``metric``
-    "top1", "mse", "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest allowed loss, in the
-    metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions to
-    choose from besides fp32 (None: all of the target's except tf32 and w4a8, which are used only on request);
-    ``budget`` bounds the search in seconds.
+    With ``precision="auto"``, the build searches for the fastest engine within a bound on accuracy
+    (:mod:`optdnn.precision.search`). ``calib`` is the data: one part is for the search, one for verification. ``labels`` are its
+    labels, if the data does not hold them. ``metric`` is "top1", "mse", "cosine", "PKG.MODULE:F", or a function of outputs and
+    labels. ``max_drop`` is the largest allowed loss in the metric's own unit (None: the metric's default). ``precision_map`` pins
+    nodes to a precision. ``candidates`` are the precisions to choose from besides fp32 (None: all of the target's except tf32 and
+    w4a8, which are used only on request). ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
     ``lock`` is a lockfile to write: it records everything that the build depends on. ``locked`` is a lockfile to build from: the
