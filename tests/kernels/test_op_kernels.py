@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.attention_cases import bshd
 from support.layout import check_syntax
+from support.spills import check_spills
 
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.attention.problem import Problem
@@ -62,8 +63,7 @@ def test_the_first_candidate_compiles_without_spills(name: str) -> None:
     module, problem = PROBLEMS[name]
     config = module.candidates(problem, DEVICE)[0]
     description = module.launch(problem, config, DEVICE)
-    kernel = nvrtc.resources(description.recipe)[description.function]
-    assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+    kernel = check_spills(description.recipe, description.function)
     assert kernel.registers * description.block <= 65536
 
 
@@ -98,8 +98,7 @@ def test_kernels_without_hopper_features_compile_before_it_without_spills(name: 
     gpu = gpu_facts.of_arch(arch)
     config = module.candidates(problem, gpu)[0]
     description = module.launch(problem, config, gpu)
-    kernel = nvrtc.resources(description.recipe)[description.function]
-    assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+    kernel = check_spills(description.recipe, description.function)
     assert kernel.registers * description.block <= 65536
     assert description.shared + kernel.shared_bytes <= gpu.shared_per_block
     assert description.cluster == 1

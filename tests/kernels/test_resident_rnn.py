@@ -16,6 +16,7 @@ from support.net import Net
 from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -24,7 +25,6 @@ from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.recurrent.resident_kernel import Config, Problem
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.rnn import RNNAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.cuda.launches.plan import GRID, NOTHING, CudaStep, parse
 from optdnn.runtime.program import Program
@@ -199,8 +199,7 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
     gpu, problem = of_arch(arch), replace(COMPILED[name], functions=FUNCTIONS)
     config = resident_kernel.candidates(problem, gpu)[0]
     launch = resident_kernel.launch(problem, config, gpu)
-    kernel = nvrtc.resources(launch.recipe)[launch.function]
-    assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+    kernel = check_spills(launch.recipe, launch.function)
     assert kernel.registers * launch.block <= resident_kernel.REGISTERS
 
 

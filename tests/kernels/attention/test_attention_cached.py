@@ -10,10 +10,11 @@ from support import emulated
 from support.cached_cases import CASES, JOINT, case, check, operands_of
 from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.attention import cached_kernel as cached
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")
@@ -131,5 +132,4 @@ def test_kernels_do_not_spill(arch: str) -> None:
     )
     for c in cases if arch == "sm_90a" else cases[:2] if arch == "sm_80" else cases[:1]:
         for config in (ALONE, cached.Config(8, 8, True)) if arch.startswith("sm_90") else (ALONE,):
-            (kernel,) = nvrtc.resources(cached.recipe(c.problem, config, arch)).values()
-            assert kernel.spill_bytes == kernel.stack_bytes == 0
+            check_spills(cached.recipe(c.problem, config, arch))

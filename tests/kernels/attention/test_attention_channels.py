@@ -14,13 +14,13 @@ from support.attention_cases import bshd, result_on_a_gpu
 from support.covering import covering
 from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.attention import channels_kernel as channels
 from optdnn.kernels.attention.channels_kernel import Config, Problem
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.runtime.cuda import gpu_facts
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.reference.run import run_kernel
 
 HEADERS = ("attention_channels.cuh",)
@@ -227,8 +227,7 @@ def test_candidates_compile_without_spills(arch: str) -> None:
             made = channels.launches(problem, config, gpu) if config.depth else (channels.launch(problem, config, gpu),)
             launches |= {f"{problem}, {config}, {one.function}": one for one in made}
     for name in covering({name: one.recipe for name, one in launches.items()}):
-        kernel = nvrtc.resources(launches[name].recipe)[launches[name].function]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
+        kernel = check_spills(launches[name].recipe, launches[name].function)
         assert launches[name].shared + kernel.shared_bytes <= gpu.shared_per_block
 
 

@@ -11,6 +11,7 @@ from support import emulated
 from support.attention_cases import TO, Case, apart, merged, result_on_a_gpu, wide_values
 from support.host import needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.errors import InternalError
@@ -19,7 +20,6 @@ from optdnn.kernels.attention.general_kernel import Config
 from optdnn.kernels.attention.problem import HeadView, Problem
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.runtime.cuda import gpu_facts
-from optdnn.runtime.cuda.compile import nvrtc
 
 CASES: dict[str, tuple[Problem, Config]] = {
     "one tile": (merged(1, 1, 16, 16), Config(1, 1, 16, 2)),
@@ -203,14 +203,19 @@ ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_89")
 """GPUs with much shared memory and with little. Problems use them in turn."""
 
 
-@pytest.mark.parametrize(("name", "arch"), [(name, ARCHS[k % len(ARCHS)]) for k, name in enumerate(COMPILED)])
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    sweep(
+        [(name, ARCHS[k % len(ARCHS)]) for k, name in enumerate(COMPILED)],
+        ("bytes", "sm_89"), ("widest", "sm_80"), ("widest, a mask", "sm_86"), ("window, softcap", "sm_90a"),
+    ),
+)  # fmt: skip
 @pytest.mark.nvrtc
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
     for config in general.candidates(problem, gpu, limit=1):
         made = general.launch(problem, config, gpu)
-        kernel = nvrtc.resources(made.recipe)[made.function]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        kernel = check_spills(made.recipe, made.function)
         assert kernel.registers * made.block * config.blocks <= 65536
         assert made.shared + kernel.shared_bytes <= gpu.shared_per_block
         assert not made.maps

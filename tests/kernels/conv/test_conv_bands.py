@@ -10,6 +10,7 @@ import pytest
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
@@ -155,8 +156,7 @@ def test_bands_are_equal_parts_of_one_source() -> None:
 def test_kernels_compile_without_spills(kind: str) -> None:
     module: Any = conv if kind == "implicit GEMM" else conv_patch
     config = (configs.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
-    (kernel,) = nvrtc.resources(module.recipe(PROBLEM, config)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    check_spills(module.recipe(PROBLEM, config))
 
 
 @pytest.mark.nvrtc

@@ -10,6 +10,7 @@ from support.layout import compile_checks
 from support.net import Net, built
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered, refusals, tactics
+from support.spills import check_spills
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
@@ -21,7 +22,6 @@ from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
@@ -121,8 +121,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
     problem, config = PROBLEMS[name]
     for arch in ("sm_90a", "sm_80") if config.split == 1 else ("sm_90a",):
         assert fp32.refuse(problem, config, arch) is None
-        (kernel,) = nvrtc.resources(fp32.recipe(problem, config, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
+        kernel = check_spills(fp32.recipe(problem, config, arch))
         assert kernel.registers * config.threads <= 65536
 
 

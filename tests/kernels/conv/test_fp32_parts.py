@@ -12,6 +12,8 @@ from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import only_of
 from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
+from support.spills import check_spills
+from support.sweep import every
 
 from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
@@ -26,7 +28,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import gpu_facts
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.engine import Engine
 
 HOPPER = gpu_facts.of_arch("sm_90a")
@@ -266,13 +267,12 @@ def test_functions_after_them_are_exact() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("config", "stage"),
-    [*((c, "gelu") for c in CONFIGS), *((CONFIGS[0], s) for s in ("relu", "gelu_tanh", "silu"))],
+    every(3, [*((c, "gelu") for c in CONFIGS), *((CONFIGS[0], s) for s in ("relu", "gelu_tanh", "silu"))]),
     ids=str,
 )
 def test_they_compile_without_spills(config: PartsConfig, stage: str) -> None:
     problem = replace(rows(4096, 768, 2048), epilogue=(("bias",), ("add",), (stage,)), selective=True, equalized=True)
-    found = nvrtc.resources(parts_kernel.recipe(problem, config))[parts_kernel.FUNCTION]
-    assert found.spill_bytes == found.stack_bytes == 0
+    check_spills(parts_kernel.recipe(problem, config), parts_kernel.FUNCTION)
 
 
 LARGE = (
@@ -288,8 +288,7 @@ def test_large_tiles_of_tf32_compile_without_spills(config: Config) -> None:
     problem = replace(rows(4096, 768, 2048), dtype="tfloat32", out="float32", epilogue=(("bias",), ("add",), ("relu",)))
     assert gemm.late(problem, config)
     assert gemm.refuse(problem, config) is None
-    found = nvrtc.resources(gemm.recipe(problem, config))[gemm.FUNCTION]
-    assert found.spill_bytes == found.stack_bytes == 0
+    check_spills(gemm.recipe(problem, config), gemm.FUNCTION)
 
 
 # ---------------------------------------------------------------- on a GPU

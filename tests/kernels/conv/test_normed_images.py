@@ -12,6 +12,7 @@ from support.net import Net, built
 from support.on_gpu import checked_program
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, tactics
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
@@ -21,7 +22,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import RowNorm
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.program import Program
 
@@ -233,8 +233,7 @@ def test_kernels_compile_without_spills(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(own) >= 2
         made |= {f"{config}, kernel {k}": recipe_of(program.kernels[k]) for k in own}
     for name in covering(made):
-        (resources,) = nvrtc.resources(made[name]).values()
-        assert resources.spill_bytes == resources.stack_bytes == 0, (name, resources)
+        check_spills(made[name])
 
 
 @pytest.mark.hopper

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import ADD, RELU, convolve
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
@@ -246,8 +247,7 @@ def test_every_candidate_is_one_and_is_named() -> None:
 def test_kernels_do_not_spill(name: str) -> None:
     p, config = CASES[name]
     for arch in ("sm_80", "sm_90a") if name == "3x3/1" else ("sm_90a",):
-        (kernel,) = nvrtc.resources(stem.recipe(p, config, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        kernel = check_spills(stem.recipe(p, config, arch))
         assert kernel.registers * config.threads <= 65536
 
 

@@ -15,6 +15,7 @@ from kernels.conv.test_stem_plan import CLIP, problem
 from support import emulated
 from support.conv_cases import ADD, RELU, convolve
 from support.host import HERE, needs_compiler
+from support.spills import check_spills
 from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
@@ -193,8 +194,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["2x2", "blocks of channels, bytes", "bf16", "many", "wide"])
 def test_kernels_compile_without_spills(name: str) -> None:
     p, config = CASES[name]
-    (kernel,) = nvrtc.resources(pooled.recipe(p, config)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    kernel = check_spills(pooled.recipe(p, config))
     assert kernel.registers * config.threads <= 65536
 
 

@@ -14,6 +14,7 @@ from kernels.conv.test_stem_pool_kernel import LARGE, RESNET, check, operands, p
 from support import emulated
 from support.conv_cases import ADD, RELU
 from support.host import HERE, needs_compiler
+from support.spills import check_spills
 from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
@@ -139,8 +140,7 @@ def test_the_packed_weights_are_a_view_of_the_convolutions() -> None:
 @pytest.mark.parametrize("name", ["2x2", "bytes", "odd rows, bf16", "one row after another", "many", "wide"])
 def test_kernels_compile_without_spills(name: str) -> None:
     p, _ = CASES[name]
-    (kernel,) = nvrtc.resources(sm90.recipe(p)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    kernel = check_spills(sm90.recipe(p))
     assert kernel.registers * sm90.THREADS <= 65536
 
 

@@ -11,6 +11,7 @@ from support.net import Net
 from support.on_gpu import checked_program
 from support.one_config import CONFIGS, STORED, only_of
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, tactics
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import images_of
@@ -21,7 +22,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.gated import GatedGemm
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 
 NAME = "gemm_gated_sm90"
 
@@ -144,8 +144,7 @@ def test_direct_stores_leave_registers_for_the_next_image() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], CONFIGS[5], CONFIGS[6], CONFIGS[10]], ids=str)
 def test_compiles_without_spills(config: Config) -> None:
-    (found,) = nvrtc.resources(implicit_gemm.recipe(PROBLEM, config)).values()
-    assert found.spill_bytes == found.stack_bytes == 0
+    check_spills(implicit_gemm.recipe(PROBLEM, config))
 
 
 @pytest.mark.hopper

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.net import Net
 from support.simulated import check_simulated
+from support.spills import check_spills
 
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
@@ -76,5 +76,4 @@ def test_kernels_do_not_spill() -> None:
         problem = gemv.Problem(rows, 1000, 4096, (("bias",), ("add",), ("relu",)), "bfloat16")
         for arch in ("sm_80", "sm_90a"):
             for config in gemv.candidates(problem, of_arch("sm_90a"))[:2]:
-                (kernel,) = nvrtc.resources(gemv.recipe(problem, config, arch)).values()
-                assert kernel.spill_bytes == kernel.stack_bytes == 0
+                check_spills(gemv.recipe(problem, config, arch))

@@ -10,6 +10,7 @@ from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, kinds, lowered
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
@@ -180,8 +181,7 @@ def test_kernels_compile_without_spills(name: str, config: Config | None, monkey
     for kernel in program.kernels:
         if "#define ROW_BIAS 1" in kernel.generated.get("generated.cuh", ""):
             recipe = nvrtc.Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
-            found = nvrtc.resources(recipe)[kernel.function]
-            assert found.spill_bytes == found.stack_bytes == 0, found
+            check_spills(recipe, kernel.function)
 
 
 @pytest.mark.hopper

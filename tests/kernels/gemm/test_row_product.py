@@ -13,11 +13,11 @@ from support.host import needs_compiler
 from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals
+from support.spills import check_spills
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 
@@ -162,8 +162,7 @@ def test_kernels_do_not_spill() -> None:
     for p in (p for rows in (1, 4) for p in (gemv.Problem(rows, 4096, 4096, norm=True), gemv.Problem(
             rows, 14336, 4096, (("bias",), ("silu",), ("mul",)), "bfloat16", norm=True, beside=(("bias",),)))):  # fmt: skip
         for config in gemv.candidates(p, of_arch("sm_90a"))[:2]:
-            (kernel,) = nvrtc.resources(gemv.recipe(p, config, "sm_90a")).values()
-            assert kernel.spill_bytes == kernel.stack_bytes == 0
+            check_spills(gemv.recipe(p, config, "sm_90a"))
 
 
 @pytest.mark.hopper

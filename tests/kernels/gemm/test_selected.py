@@ -12,13 +12,13 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_not_taken, check_simulated, kinds
+from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.sort import TopKAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 
@@ -124,8 +124,7 @@ def test_kernels_do_not_spill() -> None:
     problem = gemv.Problem(1, 1536, 2048, (), "bfloat16", selected=8)
     for arch in ("sm_80", "sm_90a"):
         for config in gemv.candidates(problem, of_arch("sm_90a"))[:2]:
-            (kernel,) = nvrtc.resources(gemv.recipe(problem, config, arch)).values()
-            assert kernel.spill_bytes == kernel.stack_bytes == 0
+            check_spills(gemv.recipe(problem, config, arch))
 
 
 @pytest.mark.hopper

@@ -8,6 +8,7 @@ import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
+from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import configs
@@ -17,7 +18,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 HEAD = Problem(512, 32000, (Source(1, 1, 1024),), (("bias",),), "float16", "float32")
@@ -52,8 +52,7 @@ def test_large_tiles_are_chosen_for_many_rows() -> None:
 @pytest.mark.parametrize("config", [*SMALL, *LARGE], ids=str)
 def test_they_compile_without_spills(config: Config) -> None:
     problem = replace(HEAD, epilogue=(("bias",), ("gelu",)))
-    found = nvrtc.resources(gemm.recipe(problem, config))[gemm.FUNCTION]
-    assert found.spill_bytes == found.stack_bytes == 0
+    check_spills(gemm.recipe(problem, config), gemm.FUNCTION)
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -11,6 +11,7 @@ from kernels.norm.test_norm_tiles import LARGE, check, moved, on_host  # type: i
 from support.host_tiles import run_launches
 from support.sequence_cases import group_norm
 from support.simulated import check_simulated
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.norm import group_norm as tactic
@@ -19,7 +20,6 @@ from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import AlphaAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.reference.run import run_kernel
 
@@ -121,7 +121,6 @@ def test_candidates_compile_without_spills(dtype: str) -> None:
     problem = replace(LARGE, epilogue=(("silu",),), dtype=dtype)
     for config in gridded.candidates(problem, DEVICE, 2):
         made = gridded.launch(problem, config, DEVICE)
-        kernel = nvrtc.resources(made.recipe)[made.function]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        kernel = check_spills(made.recipe, made.function)
         assert kernel.registers * made.block <= 65536
         assert made.shared + kernel.shared_bytes <= DEVICE.shared_per_block

@@ -8,10 +8,10 @@ import pytest
 from support.net import Net
 from support.sequence_cases import normalized_residual
 from support.simulated import kinds, lowered, refusals
+from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 
@@ -64,5 +64,4 @@ def test_the_kernel_refuses(problem: rows.Problem, config: rows.Config, reason: 
 def test_candidates_compile_without_spills(length: int) -> None:
     problem = replace(PROBLEM, length=length)
     for config in rows.candidates(problem, GPU, 3):
-        kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        check_spills(rows.recipe(problem, config), "rows")

@@ -13,11 +13,11 @@ from support.net import Net
 from support.on_gpu import checked_launches
 from support.sequence_cases import NORMS_OF_NORMS, norm_of_norm
 from support.simulated import check_not_taken, check_simulated, kinds
+from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 
@@ -94,8 +94,7 @@ def test_the_kernel_on_a_processor(length: int, config: rows.Config, tmp_path: P
 def test_candidates_compile_without_spills(length: int) -> None:
     problem = replace(PROBLEM, rows=128, length=length)
     for config in rows.candidates(problem, GPU, 3):
-        kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        check_spills(rows.recipe(problem, config), "rows")
 
 
 @pytest.mark.hopper

@@ -13,13 +13,13 @@ from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.rows_cases import CASES, LONG, case
 from support.simulated import TOLERANCE, check_simulated, feeds_of, lowered
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.norm import rows_grid
 from optdnn.kernels.norm.rows_grid import Config, Problem
 from optdnn.kernels.tactic import Offer
 from optdnn.ops import softmax
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 
@@ -137,8 +137,7 @@ def test_it_compiles_without_spills(precision: str) -> None:
     for name in LONG:
         program = lowered(built(LONG[name]), precision, target="cuda:sm_90a")
         for kernel in (k for k in program.kernels if k.function == "rows_grid"):
-            found = nvrtc.resources(recipe_of(kernel))["rows_grid"]
-            assert found.spill_bytes == found.stack_bytes == 0, (name, found)
+            found = check_spills(recipe_of(kernel), "rows_grid")
             assert found.registers * rows_grid.THREADS <= 65536
 
 

@@ -13,10 +13,11 @@ import pytest
 from support import emulated
 from support.covering import covering
 from support.host import needs_compiler
+from support.spills import check_spills
 from support.sweep import every
 
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import Array
 
@@ -140,8 +141,7 @@ def test_other_deviations_are_refused(problem: rows.Problem, because: str) -> No
 )
 def test_other_deviations_compile_without_spills(operation: str, uncentered: bool, length: int, dtype: str) -> None:
     problem = rows.Problem(operation, 4096, length, dtype, root_epsilon=1e-6, uncentered=uncentered)
-    kernel = nvrtc.resources(rows.recipe(problem, rows.candidates(problem, GPU)[0]))["rows"]
-    assert kernel.spill_bytes == kernel.stack_bytes == 0, kernel
+    check_spills(rows.recipe(problem, rows.candidates(problem, GPU)[0]), "rows")
 
 
 @pytest.mark.nvrtc
@@ -153,8 +153,7 @@ def test_candidates_compile_without_spills(operation: str) -> None:
         for config in rows.candidates(problem, GPU, 2 if length in (32, 4096) else 1):
             made[f"{length}, {dtype}, {config}"] = rows.recipe(problem, config)
     for name in covering(made):
-        kernel = nvrtc.resources(made[name])["rows"]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
+        check_spills(made[name], "rows")
 
 
 @needs_compiler

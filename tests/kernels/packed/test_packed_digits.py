@@ -12,12 +12,13 @@ import pytest
 from support import emulated
 from support.host import needs_compiler
 from support.packed_cases import CASES, GATED, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
+from support.spills import check_spills
 
 from optdnn.kernels.packed import digits_kernel as digits
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tactics import PackedDigits
 from optdnn.kernels.packed.tiles import tiled_weights
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.reference.packed import dequantized
 
@@ -167,5 +168,4 @@ def test_kernels_do_not_spill(arch: str) -> None:
         replace(wide, norm=True, beside=(("bias",),)),
         replace(Case(4, 4096, 4096, "uint8", 32, "uint8", dtype="bfloat16", scale="bfloat16").problem, norm=True),
     ):
-        (kernel,) = nvrtc.resources(digits.recipe(p, digits.candidates(p, of_arch(arch))[0], of_arch(arch))).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        check_spills(digits.recipe(p, digits.candidates(p, of_arch(arch))[0], of_arch(arch)))

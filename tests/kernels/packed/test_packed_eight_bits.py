@@ -13,6 +13,7 @@ from support.host import needs_compiler
 from support.net import Net, built
 from support.packed_cases import CASES, GATED, TYPES, Case, drawn, network, tiled
 from support.simulated import check_not_taken, check_simulated, kinds, tactics
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.errors import InternalError
@@ -182,8 +183,6 @@ def test_the_kernels_compile_without_spills() -> None:
                 (kernel,) = nvrtc.resources(implicit_gemm.recipe(p, offer.config)).values()  # type: ignore[arg-type]
                 assert kernel.spill_bytes == 0, str(offer.config)
     for stored in (512, 14336, 65536):
-        (kernel,) = nvrtc.resources(row_bytes.recipe(stored, "float16", "sm_90a")).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        check_spills(row_bytes.recipe(stored, "float16", "sm_90a"))
     for name in ("4 bits", "8 bits, bf16", "2 bits"):
-        (kernel,) = nvrtc.resources(dense.recipe(CASES[name].problem, "sm_90a", eight_bits=True)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        check_spills(dense.recipe(CASES[name].problem, "sm_90a", eight_bits=True))

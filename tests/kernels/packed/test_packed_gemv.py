@@ -9,13 +9,14 @@ import pytest
 from support import emulated
 from support.host import needs_compiler
 from support.packed_cases import CASES, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import gemv_kernel as gemv
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import chunk_depth, groups_of, set_shift
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.packed import numbers_of, tiled_matmul
 
@@ -172,7 +173,5 @@ def test_kernels_do_not_spill(arch: str) -> None:
     ]
     for case in cases if arch in ("sm_80", "sm_90a") else cases[:1]:  # the others compile the same text
         (config, *_) = gemv.candidates(case.problem, of_arch("sm_90a"))
-        (kernel,) = nvrtc.resources(gemv.recipe(case.problem, config, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
-        (kernel,) = nvrtc.resources(dense.recipe(case.problem, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        check_spills(gemv.recipe(case.problem, config, arch))
+        check_spills(dense.recipe(case.problem, arch))

@@ -22,13 +22,14 @@ from support.packed_cases import (
     pitch_of,
     tiled,
 )
+from support.spills import check_spills
 from support.sweep import every, sweep
 
 from optdnn.kernels.packed import resident_kernel as resident
 from optdnn.kernels.packed import wgmma_kernel
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tiles import tiled_weights
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, clusters_of, named
 from optdnn.runtime.reference.packed import dequantized
 
@@ -192,5 +193,4 @@ def test_the_configuration_with_the_smallest_predicted_time(problem: Problem, be
     ids=("pair", "a pair by clusters", "K shared by blocks", "zero points", "bf16", "8 bits"),
 )
 def test_kernels_do_not_spill(problem: Problem, config: resident.Config) -> None:
-    (kernel,) = nvrtc.resources(resident.recipe(problem, config, H200)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    check_spills(resident.recipe(problem, config, H200))

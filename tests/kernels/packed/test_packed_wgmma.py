@@ -15,10 +15,11 @@ from support.packed_cases import (
     check_emulated,
     pitch_of,
 )
+from support.spills import check_spills
 from support.sweep import sweep
 
 from optdnn.kernels.packed import wgmma_kernel as wgmma
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
@@ -145,5 +146,4 @@ def test_kernels_do_not_spill() -> None:
             for config in wgmma.candidates(case.problem, GPU, 1):
                 made[f"{case}, {config}"] = wgmma.recipe(case.problem, config)
     for name in covering(made):
-        (kernel,) = nvrtc.resources(made[name]).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, name
+        check_spills(made[name])

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from support.net import Net, built
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.steps.lanes import accesses
 
 
@@ -158,6 +158,5 @@ def test_every_chosen_tile_compiles_without_spills() -> None:
         hopper.Config(1, 2, 1, 128, 4),
     ):
         assert hopper.refuse(PROBLEM, config) is None
-        (kernel,) = nvrtc.resources(hopper.recipe(PROBLEM, config)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        kernel = check_spills(hopper.recipe(PROBLEM, config))
         assert kernel.registers * (config.threads + PROBLEM.helpers) * config.blocks <= 65536

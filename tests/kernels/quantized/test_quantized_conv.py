@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.conv_cases import same
 from support.quantized_cases import CASES, IMAGE, arrays, compare, family
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import configs
@@ -19,7 +20,7 @@ from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.ops import requantize
 from optdnn.ops.requantize import QuantParams
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv as reference_conv
 from optdnn.runtime.reference.quantized import epilogue
@@ -130,8 +131,7 @@ def test_a_problem_that_no_kernel_runs_is_an_error(fields: tuple[int, str, str],
 @pytest.mark.nvrtc
 def test_cases_compile_without_spills(name: str) -> None:
     case = CASES[name]
-    (kernel,) = nvrtc.resources(family(case).recipe(case.problem, case.config)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    check_spills(family(case).recipe(case.problem, case.config))
 
 
 def test_configurations_of_integers_are_found() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kernels.quantized.test_quantized import built  # type: ignore[import-not-found]
 from support.quantized_nets import ADDED, NETS, QNet
 from support.simulated import feeds_of
+from support.spills import check_spills
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
@@ -25,7 +26,6 @@ from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
@@ -124,8 +124,7 @@ def test_blocks_take_channels_of_one_band_alone() -> None:
 def test_kernels_compile_without_spills(module: Any, dtype: str) -> None:
     problem = Problem(4, 256, PROBLEM.sources, dtype=dtype, bands=4)
     config = (configs.candidates if module is conv else conv_patch.candidates)(problem, of_arch("sm_90a"))[0]
-    (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    check_spills(module.recipe(problem, config))
 
 
 def net(kernel: int, stride: int, *, residual: bool) -> Graph:

@@ -12,6 +12,7 @@ from support.layout import compile_checks
 from support.on_gpu import checked_launches
 from support.quantized_nets import QNet, added_in_groups, grouped
 from support.simulated import feeds_of, kinds, lowered, simulate
+from support.spills import check_spills
 
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
@@ -25,7 +26,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.requantize import Requantize
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv
 
@@ -156,8 +156,7 @@ def test_they_compile_without_spills() -> None:
     modules: dict[Any, Any] = {c: patch_kernel if isinstance(c, PatchConfig) else implicit_gemm for c in CONFIGS}
     made = {str(config): module.recipe(problem, config) for config, module in modules.items()}
     for name in covering(made):
-        (kernel,) = nvrtc.resources(made[name]).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, name
+        check_spills(made[name])
 
 
 @pytest.mark.nvrtc

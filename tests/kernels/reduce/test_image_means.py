@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
+from support.sweep import every
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import means
@@ -169,10 +171,10 @@ def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, 
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("threads", means.THREADS)
-@pytest.mark.parametrize("cluster", means.CLUSTERS)
-@pytest.mark.parametrize("channels", means.WIDTHS)
+@pytest.mark.parametrize(
+    ("cluster", "threads", "channels", "root"),
+    every(7, product(means.CLUSTERS, means.THREADS, means.WIDTHS, (False, True))),
+)
 def test_the_kernel_compiles_without_spills(cluster: int, threads: int, channels: int, root: bool) -> None:
     problem = replace(P, pixels=8 * 784, squares=root, root=root)
     config = means.Config(cluster, threads, channels)

@@ -10,6 +10,8 @@ from support.covering import covering
 from support.net import Net
 from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
+from support.spills import check_spills
+from support.sweep import every
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.kernels.conv import configs
@@ -31,11 +33,10 @@ def recipe_of_case(name: str) -> nvrtc.Recipe:
     return family.recipe(problem, config, checked=not getattr(config, "wide", False))
 
 
-@pytest.mark.parametrize("name", covering({name: recipe_of_case(name) for name in CASES}))
+@pytest.mark.parametrize("name", every(2, covering({name: recipe_of_case(name) for name in CASES})))
 def test_case_compiles_without_spills(name: str) -> None:
     config = CASES[name][1]
-    (kernel,) = nvrtc.resources(recipe_of_case(name)).values()
-    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    kernel = check_spills(recipe_of_case(name))
     assert kernel.registers * config.threads * config.blocks <= 65536
 
 
@@ -48,8 +49,7 @@ def test_products_of_stacks_compile_without_spills(across: bool) -> None:
         conv.Config(1, 1, 1, 64, 8, stream=True),
     ):
         assert conv.refuse(problem, config) is None
-        (kernel,) = nvrtc.resources(conv.recipe(problem, config, checked=True)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, config
+        check_spills(conv.recipe(problem, config, checked=True))
 
 
 def test_the_first_candidates_of_resnet50_do_not_spill() -> None:
@@ -118,8 +118,7 @@ def test_products_of_tf32_compile_without_spills() -> None:
         patches = [conv_patch.recipe(problem, c) for c in conv_patch.candidates(problem, of_arch("sm_90a"))[:2]]
         assert plain
         for recipe in plain + patches:
-            (kernel,) = nvrtc.resources(recipe).values()
-            assert kernel.spill_bytes == kernel.stack_bytes == 0, recipe.generated
+            check_spills(recipe)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
