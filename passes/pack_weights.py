@@ -41,11 +41,10 @@ def _rewrite(graph: Graph, op: Op, readers: Sequence[Reader], arrays: PackedArra
     ]
     for reader in readers:
         src = frozenset().union(op.src, reader.op.src, *(o.src for o in reader.path))
-        patch.replace(reader.op.value, _read(graph, op, reader, arrays, constants, patch, src))
+        patch.replace(reader.op.value, _read(op, reader, arrays, constants, patch, src))
 
 
 def _read(
-    graph: Graph,
     op: Op,
     reader: Reader,
     arrays: PackedArrays,

@@ -171,7 +171,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
         return Miss(f"{count} has no bound")
     if most == 0:
         return Miss(f"{count} is always 0")
-    part = _Part(graph, count, most, _connected(graph, _members(graph, count)))
+    part = _Part(graph, count, most, _connected(_members(graph, count)))
     if not part.ops:
         return Miss("no expensive operator computes each row from the same row of its operands")
     if all(rows.per != 1 for rows in part.given().values()):
@@ -189,7 +189,7 @@ def _members(graph: Graph, count: Dim) -> list[RowOp]:
     return [r for r in found if r is not None]
 
 
-def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
+def _connected(members: Sequence[RowOp]) -> list[RowOp]:
     """The members that are connected to an operator for which padding pays, through inner values."""
     links: nx.Graph = nx.Graph()
     links.add_nodes_from(r.op.id for r in members)

@@ -34,7 +34,7 @@ def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
     if shape is None or len(shape) != 4 or axes is None or [normalize_axis(a, 4) for a in axes] != [3]:
         return None
     product = producer(graph, operand(op), {"Mul"}, alone=True)
-    for samples, weights in _orders(graph, operand(op), product):
+    for samples, weights in _orders(operand(op), product):
         ops: list[Op] = []
         images = _samples(graph, samples, ops)
         if images is None:
@@ -129,7 +129,7 @@ def _heads(graph: Graph, image: Value) -> Heads | None:
     return Heads(operand(view), heads, part, pixels) if apart else None
 
 
-def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:
+def _orders(value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:
     """The possible pairs of samples and weights: the factors of the product in both orders, or the value without weights."""
     if product is None:
         return [(value, None)]

@@ -83,7 +83,7 @@ def _lines(graph: Graph) -> list[str]:
             lines.append(f"symbol {_name(name)} {s.lo}..{'' if s.hi == INF else s.hi}")
     names = {v: _name(graph.output(v).name) for op in graph.ops() for v in op.values}
     for op in _readable_order(graph):
-        lines.append(_line(graph, op, names))
+        lines.append(_line(op, names))
     return lines
 
 
@@ -108,7 +108,7 @@ def _readable_order(graph: Graph) -> list[Op]:
     return order + [graph.op(i) for i in graph.outputs]
 
 
-def _line(graph: Graph, op: Op, names: Mapping[Value, str]) -> str:
+def _line(op: Op, names: Mapping[Value, str]) -> str:
     typed = [f"{_name(o.name)}: {o.type}" for o in op.outputs]
     src = f" <- {', '.join(map(_name, sorted(op.src)))}" if op.src else ""
     if op.kind == "Input":

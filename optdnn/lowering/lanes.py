@@ -195,7 +195,7 @@ def _listed(
         chosen = next((k for k in ready if not running or full + loads[k].room <= ROOM), None)
         if chosen is not None and len(busy) < count:
             ready.remove(chosen)
-            lanes[chosen] = lane = _lane(chosen, inner[chosen], last, busy, ends)
+            lanes[chosen] = lane = _lane(inner[chosen], last, busy, ends)
             direct = _direct(inner[chosen], reach)
             extra = JOIN if len(direct) > 1 else FORK if direct and last[lane] not in direct else 0.0
             if not inner[chosen] and lane:
@@ -223,7 +223,7 @@ def _direct(before: set[int], reach: Sequence[int]) -> set[int]:
     return {d for d in before if not any(reach[e] >> d & 1 for e in before)}
 
 
-def _lane(k: int, before: set[int], last: Sequence[int | None], busy: set[int], ends: Mapping[int, float]) -> int:
+def _lane(before: set[int], last: Sequence[int | None], busy: set[int], ends: Mapping[int, float]) -> int:
     """A free lane: the lane of the last-ending step that it waits for, otherwise an unused lane, otherwise the lowest."""
     free = [i for i in range(len(last)) if i not in busy]
     mine = [i for i in free if last[i] in before]

@@ -35,7 +35,7 @@ def _seen_outside(t: TensorType, known: set[str], fresh: Fresh) -> TensorType:
     return t.with_shape([fresh("inner", d) if new else d for d, new in zip(t.shape, inner, strict=True)])
 
 
-def _check_captured(call: Call, body: Body, own: int, operands: Sequence[TensorType | None], what: str) -> None:
+def _check_captured(body: Body, own: int, operands: Sequence[TensorType | None], what: str) -> None:
     wanted = body.inputs[own:]
     if len(operands) != len(wanted):
         raise ShapeError(f"{what} captures {len(wanted)} values and gets {len(operands)}")
@@ -60,8 +60,8 @@ def _infer_if(call: Call) -> Result:
     if condition.dtype != BOOL:
         raise ShapeError(f"the condition of If is {condition}; it must be bool")
     split = 1 + a.then_captured
-    _check_captured(call, a.then_branch, 0, call.types[1:split], "the then branch of If")
-    _check_captured(call, a.else_branch, 0, call.types[split:], "the else branch of If")
+    _check_captured(a.then_branch, 0, call.types[1:split], "the then branch of If")
+    _check_captured(a.else_branch, 0, call.types[split:], "the else branch of If")
     if len(a.then_branch.outputs) != len(a.else_branch.outputs):
         raise ShapeError("the branches of If yield different numbers of values")
     known = symbols(call.types)
@@ -80,8 +80,8 @@ def _infer_loop(call: Call) -> Result:
         if call.has(i) and call.type(i).dtype != dtype:
             raise ShapeError(f"the {name} of Loop is {call.type(i)}")
     n, known = 2 + a.carried, symbols(call.types)
-    _check_captured(call, a.body, n, call.types[n:], "the body of Loop")
-    _check_state(call, a.body.inputs[2:n], call.types[2:n], a.body.outputs[1 : 1 + a.carried], "Loop")
+    _check_captured(a.body, n, call.types[n:], "the body of Loop")
+    _check_state(a.body.inputs[2:n], call.types[2:n], a.body.outputs[1 : 1 + a.carried], "Loop")
     # A size about which the body knows nothing changes from one iteration to the next.
     finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[2:n]]
     trips = call.ints(0)
@@ -124,7 +124,6 @@ def _stacked(t: TensorType, count: DimLike, axis: int) -> TensorType:
 
 
 def _check_state(
-    call: Call,
     declared: Sequence[TensorType],
     given: Sequence[TensorType | None],
     made: Sequence[TensorType],
@@ -140,8 +139,8 @@ def _check_state(
 def _infer_scan(call: Call) -> Result:
     a: ScanAttrs = call.attrs
     n, known = a.states + len(a.scan_input_axes), symbols(call.types)
-    _check_captured(call, a.body, n, call.types[n:], "the body of Scan")
-    _check_state(call, a.body.inputs[: a.states], call.types[: a.states], a.body.outputs[: a.states], "Scan")
+    _check_captured(a.body, n, call.types[n:], "the body of Scan")
+    _check_state(a.body.inputs[: a.states], call.types[: a.states], a.body.outputs[: a.states], "Scan")
     length: DimLike | None = None
     for i, axis in enumerate(a.scan_input_axes):
         x = call.type(a.states + i)

@@ -26,7 +26,7 @@ def bias_first(graph: Graph, op: Op) -> Match | Miss | None:
         anchor = None if p is None or r is None else producer(graph, p, LINEAR, alone=True)
         if p is None or r is None or anchor is None or graph.constant_value(r) is not None:
             continue
-        if graph.type(p).shape != op.outputs[0].type.shape or not _per_column(graph, anchor, bias):
+        if graph.type(p).shape != op.outputs[0].type.shape or not _per_column(anchor, bias):
             return None
         if graph.sole_user(total.value) is None:
             return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
@@ -38,7 +38,7 @@ def _biased(p: Value, r: Value, bias: Value, patch: Patch) -> Value:
     return patch.add("Add", [patch.add("Add", [p, bias]), r])
 
 
-def _per_column(graph: Graph, anchor: Op, bias: Array) -> bool:
+def _per_column(anchor: Op, bias: Array) -> bool:
     """Whether a constant has one number for each column of a product, or for each channel of a convolution."""
     rank = anchor.outputs[0].type.rank or 0
     axis = -1 if anchor.kind in ("MatMul", "Gemm") else 1 - rank

@@ -130,11 +130,11 @@ def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
         write = producer(graph, write.inputs[0], SCATTERS, alone=True)
     lines = list(itertools.takewhile(lambda p: p.lines_of(parts[0]), parts))
     if len(lines) > MOST_WRITES:
-        return _joined_lines(graph, op, lines)
+        return _joined_lines(op, lines)
     return _joined_boxes(graph, op, parts)
 
 
-def _joined_lines(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
+def _joined_lines(op: Op, parts: list[_Part]) -> Match | Miss:
     """The Concat of parts along one axis, and of the unwritten ranges between them."""
     base, size = operand(parts[-1].op), parts[0].spans[0].size
     parts = sorted(parts, key=lambda p: p.spans[0].start)

@@ -76,7 +76,7 @@ def pack_products(
             split_prologue(graph, graph.op(i))
     for i, seen in _with_moments(graph, chosen, moments):
         op = graph.op(i)
-        _pack(graph, op, BITS[asked[i]], _activations(graph, op, plan), kept, seen)
+        _pack(graph, op, BITS[asked[i]], _activations(op, plan), kept, seen)
         precision = asked[i]
         if precision == ROUNDED_ROWS and not _let_round(graph, graph.op(i), plan, target, found, report):
             precision = "w4"
@@ -100,7 +100,7 @@ def _let_round(
     graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
 ) -> bool:
     """Let a PackedMatMul round the rows that it multiplies. If it must not, record the reason and return False."""
-    reason = _why_not_rounded(graph, op, plan, target)
+    reason = _why_not_rounded(op, plan, target)
     if reason is None:
         graph.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=True)))
         return True
@@ -109,11 +109,11 @@ def _let_round(
     return False
 
 
-def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> str | None:
+def _why_not_rounded(op: Op, plan: PrecisionPlan, target: str) -> str | None:
     """The reason why a PackedMatMul must not round the rows that it multiplies, or None."""
     if op.attrs.code != "uint4":
         return f"its packed weights are {op.attrs.code}, not uint4"
-    dtype = _activations(graph, op, plan)
+    dtype = _activations(op, plan)
     if TargetName.parse(target).on_gpu and dtype not in (FP16, BF16):
         return f"kernels round rows of 16-bit floats, not {dtype_name(dtype)}"
     return no_rounded_rows(target)
@@ -162,7 +162,7 @@ def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
     return None
 
 
-def _activations(graph: Graph, op: Op, plan: PrecisionPlan) -> DType:
+def _activations(op: Op, plan: PrecisionPlan) -> DType:
     """The dtype of a product's data after ``assign_precision``."""
     own = op.outputs[0].type.dtype
     return {"fp16": FP16, "bf16": BF16}.get(plan.base, own) if own == FP32 else own

@@ -249,13 +249,13 @@ def _attention(q: Asked) -> Needed:
     return found
 
 
-def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) -> Callable[[Asked], Needed]:
-    """The rule of an operator that runs over some axes and keeps the shape of its operands ``slots``."""
+def _first(axes: Callable[[Asked], Sequence[int]]) -> Callable[[Asked], Needed]:
+    """The rule of an operator that runs over some axes and keeps the shape of its first operand."""
 
     def rule(q: Asked) -> Needed:
         if q.axis in [normalize_axis(a, len(q.out)) for a in axes(q)]:
             raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
-        return Needed(dict.fromkeys(slots, q.part))
+        return Needed({0: q.part})
 
     return rule
 

@@ -90,14 +90,14 @@ def run(page: str, code: list[Block]) -> None:
         exec(compile(block.code, where, "exec"), names)
 
 
-def marks(page: str, needs: frozenset[str]) -> list[pytest.MarkDecorator]:
+def marks(needs: frozenset[str]) -> list[pytest.MarkDecorator]:
     """All guides are slow: they run real networks, like a user."""
     return [pytest.mark.gpu] * ("gpu" in needs) + [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     ("page", "needs"),
-    [pytest.param(p, n, marks=marks(p, n), id=":".join([p, *sorted(n)])) for p, n in cases()],
+    [pytest.param(p, n, marks=marks(n), id=":".join([p, *sorted(n)])) for p, n in cases()],
 )
 def test_the_blocks_of_a_page_run(
     page: str, needs: frozenset[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ def ort_shapes(model: onnx.ModelProto, feeds) -> dict[str, tuple[int, ...]]:
     return dict(zip([o.name for o in session.get_outputs()], [y.shape for y in session.run(None, feeds)], strict=True))
 
 
-def check(model: onnx.ModelProto, feeds, name: str) -> Graph:
+def check(model: onnx.ModelProto, feeds) -> Graph:
     graph = import_model(model, shapes={k: v.shape for k, v in feeds.items()})
     verify(graph)
     assert unknown_shape_arithmetic(graph) == []
@@ -66,7 +66,7 @@ def test_light_models(name):
         for v in model.graph.input
         if v.name not in constants
     }
-    check(model, feeds, path.name)
+    check(model, feeds)
 
 
 def chain(n: int) -> onnx.ModelProto:

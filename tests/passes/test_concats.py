@@ -100,13 +100,12 @@ def test_all_parts_of_a_split_are_the_whole() -> None:
     assert len(done.of_kind("Concat")[0].inputs) == 2
 
 
-def split_and_stacked(axis: int = 1, *, cut: int = 1, order: tuple[int, ...] = (0, 1, 2), views: bool = True) -> Graph:
+def split_and_stacked(axis: int = 1, *, cut: int = 1, order: tuple[int, ...] = (0, 1, 2)) -> Graph:
     """Equal parts of (2, 12, 4), or of (2, 4, 12) along axis 2, that a stack joins along a new axis."""
     n = Net(np.float64)
     x = n.op("Exp", n.input(*((2, 12, 4) if cut == 1 else (2, 4, 12))))
     parts = n.op("Split", x, n.ints(4, 4, 4), outputs=3, attrs=SplitAttrs(cut))
-    taken = [parts[k] for k in order]
-    taken = [n.op("Unsqueeze", part, n.ints(axis)) for part in taken] if views else taken
+    taken = [n.op("Unsqueeze", parts[k], n.ints(axis)) for k in order]
     return n.done(n.op("Sin", n.op("Concat", *taken, attrs=ConcatAttrs(axis))))
 
 

@@ -24,7 +24,6 @@ def detector(
     extra: tuple[onnx.NodeProto, ...] = (),
     last: str = "kept",
     nothing: int = 0,
-    sizes: Any = (1, 1, -1),
 ) -> Any:
     """The boxes that a mask selects, moved by their largest coordinate; without boxes, the branch gives ``nothing`` indices."""
     none = node("Constant", "", "none", value=helper.make_tensor("none", I64, [nothing], [7] * nothing))

@@ -304,7 +304,6 @@ def test_results_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def heads(
     n: QNet,
     *,
-    zero: int = 5,
     scales: tuple[float, float] = (0.04, 0.04),
     to: Any = FP16,
     reader: str = "MatMul",

@@ -38,13 +38,13 @@ def heads(n: Net, x: Value) -> Value:
     return n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3)))
 
 
-def last_layer(read_all: bool = False, causal: bool = False) -> Graph:
+def last_layer(read_all: bool = False) -> Graph:
     """The end of a vision transformer, whose classifier reads the class token."""
     n = Net(np.float64)
     x = n.op("Relu", n.input(2, 6, 8))
     y = normalized(n, x)
     q, k, v = (heads(n, n.op("Add", n.matmul(y, 8), n.random(8))) for _ in range(3))
-    y = n.op("Attention", q, k, v, attrs=AttentionAttrs(is_causal=causal))
+    y = n.op("Attention", q, k, v, attrs=AttentionAttrs())
     y = n.op("Reshape", n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(2, 6, 8))
     x = n.op("Add", x, n.op("Add", n.matmul(y, 8), n.random(8)))
     x = n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(normalized(n, x), 16)), 8))

@@ -74,7 +74,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         shared = self._shared(b, op, found, readers)
         if not shared and any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in readers):
             return "other products read the normalized rows"
-        if self._stays(b, op, found) and not b.lanes and not shared and adder(b, op, found, readers) is None:
+        if self._stays(b, op, found) and not b.lanes and not shared and adder(b, found, readers) is None:
             return "others read the normalized rows, and steps run one after the other"
         return refuse_places(b, op, found, self._order(b, op)) or self._unfit(b, op, found)
 
@@ -131,7 +131,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         own += TOLD
         readers = self._readers(b, op, found)
         if self._stays(b, op, found) and not self._shared(b, op, found, readers):
-            own += BESIDE if adder(b, op, found, readers) is None else ADDED
+            own += BESIDE if adder(b, found, readers) is None else ADDED
         if own < norm + alone:
             return None
         return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"

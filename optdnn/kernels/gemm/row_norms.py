@@ -139,10 +139,10 @@ def refuse_residual(b: Builder, op: Op) -> str | None:
     return refuse_norm(b, op, found)
 
 
-def adder(b: Builder, op: Op, found: Normed, others: list[Op]) -> Op | None:
-    """The product that adds the normalized rows that ``op`` reads, if it is not planned yet and can normalize them itself.
+def adder(b: Builder, found: Normed, others: list[Op]) -> Op | None:
+    """The product that adds the normalized rows, if it is not planned yet and can normalize them itself.
 
-    None if the norm's launch stays in any case. ``others``: the readers of the rows besides ``op``."""
+    None if the norm's launch stays in any case. ``others``: the other readers of the rows."""
     if found.norm.value in b.reserved or len(others) != 1:
         return None
     (other,) = others

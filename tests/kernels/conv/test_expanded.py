@@ -27,7 +27,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "LEAST", 0.0)
 
 
-def block(n: Net, x: Value, depth: int, channels: int, *, activation: str = "Relu", **conv: Any) -> Value:
+def block(n: Net, x: Value, channels: int, *, activation: str = "Relu", **conv: Any) -> Value:
     """The first half of MobileNetV2's block."""
     y = n.op(activation, n.conv(x, channels, 1, pads=0, bias=conv.get("bias", True)))
     given = {"kernel": 3, "pads": 1, "bias": True, **conv}
@@ -38,7 +38,7 @@ def plain(
     n: Net, images: int = 2, depth: int = 16, channels: int = 32, size: tuple[int, int] = (9, 7), **more: Any
 ) -> list[Value]:
     x = n.op("Relu", n.conv(n.input(images, 8, *size), depth, 3, bias=True))
-    return [n.conv(block(n, x, depth, channels, **more), 24, 3)]
+    return [n.conv(block(n, x, channels, **more), 24, 3)]
 
 
 def squeezed(n: Net, images: int = 2, size: tuple[int, int] = (9, 7)) -> list[Value]:
@@ -178,7 +178,7 @@ def test_a_launch_with_the_convolution_after_it_competes(monkeypatch: pytest.Mon
         monkeypatch.setattr(separable, "saved", lambda b, op, saved=saved: saved)
         n = Net()
         x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 16, 3, bias=True))
-        program = check_simulated(n.done(n.conv(n.conv(block(n, x, 16, 48), 16, 1, pads=0), 8, 3)))
+        program = check_simulated(n.done(n.conv(n.conv(block(n, x, 48), 16, 1, pads=0), 8, 3)))
         assert bool(made(program)) == taken
         assert kinds(program).count("SeparableConv") == 1, "one of the two, not both"
 
@@ -207,7 +207,7 @@ def test_choices_that_exclude_one_another_leave_a_program() -> None:
 
     def whole(n: Net) -> list[Value]:
         x = n.op("Relu", n.conv(n.input(2, 8, 14, 14), 16, 3, bias=True))
-        return [n.conv(n.conv(block(n, x, 16, 96), 16, 1, pads=0), 8, 3)]
+        return [n.conv(n.conv(block(n, x, 96), 16, 1, pads=0), 8, 3)]
 
     def seconds(name: str) -> float:
         return 1e-6 if name.startswith(("expanded", "separable")) else 4e-6

@@ -83,7 +83,7 @@ def _repeated(d: Draw, x: Value, times: int) -> Value:
     return reshape(d, d.known_as(y, (b, heads, times, length, size)), (b, heads * times, length, size))
 
 
-def _masked(d: Draw, scores: Value, keys: Value) -> Value:
+def _masked(d: Draw, scores: Value) -> Value:
     """Scores with a mask: causal or given, added or selected by Where."""
     b, _, rows, columns = scores.dims
     form = d.random.below(5)
@@ -148,7 +148,7 @@ def _weighted(d: Draw, q: Value, k: Value, v: Value, size: int) -> Value:
         scores = d.op("Mul", scores, d.scalar(scale))
     scores = d.known_as(scores, (q.dims[0], q.dims[1], q.dims[2], k.dims[2]))
     if r.chance(0.6):
-        scores = _masked(d, scores, k)
+        scores = _masked(d, scores)
     weights = softmax(d, scores)
     if r.chance(0.1):
         weights = d.op("Where", d.op("IsNaN", weights), d.scalar(0), weights)

@@ -18,10 +18,10 @@ def _scale(d: Draw, reach: float = 2.5) -> Value:
     return d.scalar(reach * d.random.uniform(0.7, 1.4) / 127)
 
 
-def _zero(d: Draw, dtype: np.dtype[np.generic], symmetric: bool = False) -> Value:
+def _zero(d: Draw, dtype: np.dtype[np.generic]) -> Value:
     if dtype == UINT8:
-        return d.const(128 if symmetric else d.random.between(90, 160), dtype)
-    return d.const(0 if symmetric or d.random.chance(0.5) else d.random.between(-30, 30), dtype)
+        return d.const(d.random.between(90, 160), dtype)
+    return d.const(0 if d.random.chance(0.5) else d.random.between(-30, 30), dtype)
 
 
 def quantize(d: Draw, x: Value) -> tuple[Value, Value, Value]:

@@ -182,10 +182,10 @@ def row(d: Draw, x: Value) -> Value | None:
 # ---------------------------------------------------------------- indexing
 
 
-def _indices(d: Draw, n: int, shape: tuple[int, ...], unique: bool = False) -> Value:
+def _indices(d: Draw, n: int, shape: tuple[int, ...]) -> Value:
     """Constant indices into an axis of n, some counted from the end; sometimes a value of the network modulo n."""
     v = d.pick(lambda v: v.dtype in (I64, I32) and v.static and v.shape == shape)
-    if v is not None and not unique and d.random.chance(0.5):
+    if v is not None and d.random.chance(0.5):
         return d.op("Mod", d.op("Abs", v), d.const(n, v.dtype))
     low = -n if d.random.chance(0.3) else 0
     return d.const(d.random.array(d.random.choice([I64, I64, I32]), shape, low, n - 1))

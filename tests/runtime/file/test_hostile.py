@@ -170,7 +170,7 @@ def test_trees_that_onnxruntime_would_walk_out_of_are_refused(tmp_path: Path) ->
 # ---------------------------------------------------------------- the form of the ONNX
 
 
-def outside(path: Path, library: str, place: str) -> tuple[onnx.ModelProto, list[Port]]:
+def outside(path: Path, place: str) -> tuple[onnx.ModelProto, list[Port]]:
     """A network that adds the contents of a file to its input."""
     path.write_bytes(np.arange(4, dtype=np.float32).tobytes())
     t = TensorProto(name="w", data_type=F, dims=(1, 4), data_location=TensorProto.EXTERNAL)
@@ -186,7 +186,7 @@ def test_no_tensor_of_an_engine_lies_in_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = "weights" if where == "weights" else "secret"
-    model, ins = outside(tmp_path / name, library, str(tmp_path / name) if where == "absolute" else name)
+    model, ins = outside(tmp_path / name, str(tmp_path / name) if where == "absolute" else name)
     why = "is declared to be in a file"
     if where == "weights":  # the exporter's name for its own weights; the step has no weight of this name
         why = "its weights are"

@@ -133,7 +133,7 @@ def test_a_later_plan_equals_a_static_build(name: str, sizes: tuple[int, ...]) -
         assert sum(id(plan.blobs[i]) in weights for i in used) >= 0.9 * len(used) or n == 1, "shared"
 
 
-def _offers(program: Program, n: int) -> dict[str, float]:
+def _offers(n: int) -> dict[str, float]:
     """The configurations of the second convolution at this size, with predicted seconds."""
     found: dict[str, float] = {}
 
@@ -165,7 +165,7 @@ def test_later_plans_use_measurements_at_the_nearest_size() -> None:
     program.meta[PLANNED] = {"by": MEASURED}  # as after tuning, in which each configuration has won once
     (row,) = [r for r in program.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
     assert row["tactic"] == SECOND
-    offers = _offers(program, 4)
+    offers = _offers(4)
     best, ranked = min(offers.values()), sorted(offers, key=lambda name: offers[name])
     near = [n for n in ranked[1:] if offers[n] <= best * (1 + SCATTER)][-1]
     far = ranked[-1]
