@@ -15,7 +15,7 @@ from support.host import HERE, needs_compiler
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sequence_cases import attention
 from support.simulated import check_simulated, lowered, refusals, tactics
-from support.spills import check_spills
+from support.spills import check_launch
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -175,9 +175,7 @@ def test_candidates_compile_without_spills(name: str) -> None:
     problem = COMPILED[name]
     for config in kernel.candidates(problem, H200, limit=2):
         made = kernel.launch(problem, config, H200)
-        found = check_spills(made.recipe, made.function)
-        assert found.registers * made.block * config.blocks <= 65536
-        assert made.shared + found.shared_bytes <= H200.shared_per_block
+        check_launch(made, H200, config.blocks)
 
 
 @pytest.mark.nvrtc

@@ -121,8 +121,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
     problem, config = PROBLEMS[name]
     for arch in ("sm_90a", "sm_80") if config.split == 1 else ("sm_90a",):
         assert fp32.refuse(problem, config, arch) is None
-        kernel = check_spills(fp32.recipe(problem, config, arch))
-        assert kernel.registers * config.threads <= 65536
+        check_spills(fp32.recipe(problem, config, arch), threads=config.threads)
 
 
 @pytest.mark.nvrtc

@@ -247,8 +247,7 @@ def test_every_candidate_is_one_and_is_named() -> None:
 def test_kernels_do_not_spill(name: str) -> None:
     p, config = CASES[name]
     for arch in ("sm_80", "sm_90a") if name == "3x3/1" else ("sm_90a",):
-        kernel = check_spills(stem.recipe(p, config, arch))
-        assert kernel.registers * config.threads <= 65536
+        check_spills(stem.recipe(p, config, arch), threads=config.threads)
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("tfloat32", False), ("float16", False)])

@@ -194,8 +194,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["2x2", "blocks of channels, bytes", "bf16", "many", "wide"])
 def test_kernels_compile_without_spills(name: str) -> None:
     p, config = CASES[name]
-    kernel = check_spills(pooled.recipe(p, config))
-    assert kernel.registers * config.threads <= 65536
+    check_spills(pooled.recipe(p, config), threads=config.threads)
 
 
 # ---------------------------------------------------------------- on a GPU

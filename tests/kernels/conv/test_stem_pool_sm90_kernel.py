@@ -140,8 +140,7 @@ def test_the_packed_weights_are_a_view_of_the_convolutions() -> None:
 @pytest.mark.parametrize("name", ["2x2", "bytes", "odd rows, bf16", "one row after another", "many", "wide"])
 def test_kernels_compile_without_spills(name: str) -> None:
     p, _ = CASES[name]
-    kernel = check_spills(sm90.recipe(p))
-    assert kernel.registers * sm90.THREADS <= 65536
+    check_spills(sm90.recipe(p), threads=sm90.THREADS)
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.host import needs_compiler
 from support.host_tiles import run_launches
-from support.spills import check_spills
+from support.spills import check_launch
 from support.sweep import sweep
 
 from optdnn.kernels.norm import group_norm_kernel as clustered
@@ -132,9 +132,7 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     gpu = of_arch(arch)
     for config in module.candidates(problem, gpu, 1):
         for made in module.launches(problem, config, gpu):
-            kernel = check_spills(made.recipe, made.function)
-            assert kernel.registers * made.block <= 65536
-            assert made.shared + kernel.shared_bytes <= gpu.shared_per_block
+            check_launch(made, gpu)
 
 
 @pytest.mark.nvrtc

@@ -137,8 +137,7 @@ def test_it_compiles_without_spills(precision: str) -> None:
     for name in LONG:
         program = lowered(built(LONG[name]), precision, target="cuda:sm_90a")
         for kernel in (k for k in program.kernels if k.function == "rows_grid"):
-            found = check_spills(recipe_of(kernel), "rows_grid")
-            assert found.registers * rows_grid.THREADS <= 65536
+            check_spills(recipe_of(kernel), "rows_grid", rows_grid.THREADS)
 
 
 def check_on_a_gpu(name: str, precision: str) -> None:

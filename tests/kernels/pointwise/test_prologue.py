@@ -158,5 +158,4 @@ def test_every_chosen_tile_compiles_without_spills() -> None:
         hopper.Config(1, 2, 1, 128, 4),
     ):
         assert hopper.refuse(PROBLEM, config) is None
-        kernel = check_spills(hopper.recipe(PROBLEM, config))
-        assert kernel.registers * (config.threads + PROBLEM.helpers) * config.blocks <= 65536
+        check_spills(hopper.recipe(PROBLEM, config), threads=(config.threads + PROBLEM.helpers) * config.blocks)
