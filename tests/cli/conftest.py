@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.needs import needs_libraries
 from support.onnxnet import save_convnet
 
 import optdnn
@@ -26,5 +27,4 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _libraries() -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()

@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 import pytest
 from support.cli import Cli
+from support.needs import needs_libraries
 
 import optdnn.lowering.cpu.partition as cpu
 import optdnn.precision.cpu_target as cpu_target
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from support import small_models
 from support.cli import Cli
+from support.needs import needs_libraries
 
 import optdnn
 from optdnn.cli.bench import command as bench_command
@@ -22,8 +23,7 @@ QUICK = ("--iterations", 3, "--warmup", 1)
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A network over batches and lengths, built for each CPU library."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     folder = tmp_path_factory.mktemp("bench")
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", "L", 8])
     y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)

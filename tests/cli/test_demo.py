@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from support.cli import Cli
+from support.needs import needs_libraries
 from support.onnxnet import save_convnet
 
 import optdnn
@@ -50,8 +51,7 @@ def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """The facts of one real run of the demo on the stand-ins."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     pytest.importorskip("jinja2")
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:

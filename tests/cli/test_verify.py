@@ -14,6 +14,7 @@ import pytest
 from support import faults, small_models
 from support.cli import Cli
 from support.faults import Fault, damage
+from support.needs import needs_libraries
 
 import optdnn
 from optdnn.errors import EXIT_CODES
@@ -75,8 +76,7 @@ ENGINES = {
 def test_an_engine_passes_and_one_with_a_fault_does_not(name: str, cli: Cli, tmp_path: Path) -> None:
     made = ENGINES[name]
     if made.target == "cpu":
-        pytest.importorskip("onnxruntime")
-        pytest.importorskip("openvino")
+        needs_libraries()
     simulate = ["--simulate"] if made.target.startswith("cuda") else []
     model, good = small_models.save(made.model(), tmp_path), tmp_path / "good.engine"
     optdnn.build(model, target=made.target, **made.options).save(good)

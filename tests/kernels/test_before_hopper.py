@@ -12,10 +12,17 @@ import pytest
 from support.net import Net
 from support.quantized_nets import QNet, norm_network, shifted_depthwise
 from support.sequence_cases import GROUP_NORM, group_norm, residual
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
+from support.simulated import (
+    check_exact,
+    check_simulated,
+    kinds,
+    lowered,
+    refusals,
+    results_of,
+    tactics,
+)
 
 from optdnn.config import BuildOptions
-from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import depthwise, depthwise_8bit
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
@@ -144,10 +151,8 @@ def test_norms_give_bytes(arch: str) -> None:
     graph = norm_network(np.dtype(np.int8))
     program = quantized_program(graph, arch)
     assert "rows_quantized" in set(tactics(program))
-    feeds = feeds_of(graph)
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        assert (got[output] != want).mean() < 0.01
+    for got, want in results_of(program, graph):
+        assert (got != want).mean() < 0.01
 
 
 def test_norms_give_fp8_from_sm_89_on() -> None:
@@ -184,11 +189,7 @@ def test_8_bit_depthwise_convolutions_compute_the_network(arch: str) -> None:
     graph = n.done(shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03)))
     program = quantized_program(graph, arch)
     assert [t["tactic"] for t in program.meta["tactics"]].count("depthwise_8bit") == 2
-    feeds = feeds_of(graph)
-    got, other = simulate(program, feeds), evaluate(graph, feeds_of(graph, 2))
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(got[output], want)
-        assert (got[output] != other[output]).mean() > 0.2
+    check_exact(program, graph)
 
 
 def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:

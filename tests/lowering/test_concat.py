@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, results_of, simulate
 from support.sweep import every
 
 from optdnn.errors import ShapeError
@@ -146,9 +146,8 @@ def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
     program = lowered(graph, "fp16")
     assert kinds(program).count("Conv") == 5
     assert kinds(program).count("Copy") == 1, "the channels of the input come last; no part is copied"
-    feeds = feeds_of(graph)
-    for name, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -179,9 +178,8 @@ def test_images_of_one_channel_are_not_copied() -> None:
     program = lowered(graph, "fp16")
     copied = [s for s in program.steps if "copy" in str(s.params.get("tactic", "")) or s.executor == "copy"]
     assert len(copied) == 1, "the network's input changes its order"
-    feeds = feeds_of(graph)
-    for name, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
 def test_the_mean_of_one_channel_is_read_with_gaps() -> None:
@@ -227,9 +225,8 @@ def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool
     graph = tables(axis, last, product=product)
     program = lowered(graph, "fp16")
     assert sum(kinds(program).count(kind) for kind in ("Copy", "Copies")) == 0
-    feeds = feeds_of(graph)
-    for name, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.check import from_text
 from support.net import Net
-from support.simulated import feeds_of, kinds, lowered, simulate
+from support.simulated import feeds_of, kinds, lowered, results_of, simulate
 
 from optdnn.config import BuildOptions
 from optdnn.errors import UnsupportedError
@@ -119,9 +119,8 @@ def test_operators_that_cannot_be_launched_run_on_the_host(monkeypatch: pytest.M
     program = lowered(graph, "fp32")
     (row,) = program.meta["host"]["operators"]
     assert (row["kind"], row["why"], row["forced"]) == ("Erf", "it has too many elements", True)
-    feeds = feeds_of(graph)
-    for name, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=1e-5)
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
     with pytest.raises(UnsupportedError, match="strict forbids"):
         lowered(graph, "fp32", strict=True)
 

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from support.needs import needs_exact_bytes
+from support.needs import needs_exact_bytes, needs_libraries
 from support.sweep import sweep
 
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.types import Array, is_float
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 quantizer = pytest.importorskip("support.quantizer")
 
 FORMS = {

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from precision.nets import WIDTH, data, perceptron
+from support.needs import needs_libraries
 from support.net import Net
 
 import optdnn
@@ -34,8 +35,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.tuning.timing_cache import TimingCache
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 DATA = data()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_libraries
 from support.net import Net
 from support.quantized_nets import QNet
 from support.sweep import sweep
@@ -29,8 +30,7 @@ from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.runtime.file.requires import cpu_flags
 from optdnn.types import FP16
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 def built(name: str, precision: str = "int8", **options: Any) -> Any:

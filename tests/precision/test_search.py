@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from precision.nets import perceptron
 from precision.numpy_driver import DATA, TIMES, Numpy, another_network, find, node
+from support.needs import needs_libraries
 
 from optdnn.calibration import calibrate
 from optdnn.config import BuildOptions
@@ -25,8 +26,7 @@ from optdnn.precision.targets import assigned
 from optdnn.report.precision import columns, declined, rows, sentences
 from optdnn.runtime.engine import Engine
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from precision.nets import perceptron
 from precision.numpy_driver import CAST, DATA, Numpy
+from support.needs import needs_libraries
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -25,8 +26,7 @@ from optdnn.precision.targets import assigned
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 @pytest.fixture(autouse=True)

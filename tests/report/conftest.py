@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from support.needs import needs_libraries
 from support.onnxnet import HOSTILE, save_convnet
 
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     from optdnn.compare.comparison import compare
     from optdnn.compare.subject import build_subject
     from optdnn.config import BuildOptions

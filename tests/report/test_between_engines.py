@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_libraries
 from support.onnxnet import save_convnet
 
 import optdnn
@@ -17,8 +18,7 @@ from optdnn.compare.subject import load_subject
 from optdnn.errors import UsageError
 from optdnn.report.words import histogram_text
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 X = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
 

@@ -19,6 +19,12 @@ def needs_nvrtc() -> None:
         pytest.skip(str(error))
 
 
+def needs_libraries() -> None:
+    """Skip a test, or a module, that builds for the target ``cpu`` where its libraries are not installed."""
+    for name in ("onnxruntime", "openvino"):
+        pytest.importorskip(name, reason="the cpu extra is not installed")
+
+
 def needs_exact_bytes() -> None:
     """Skip a test that compares with 8-bit products of a library, if the processor saturates their sums."""
     if bytes_saturate():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
@@ -73,6 +73,22 @@ def simulate(program: Program, feeds: dict[str, Array]) -> dict[str, Array]:
     """One run over an arena full of NaN, between fences."""
     results: dict[str, Array] = SimulateContext(SimulateRunner(program), poison=True).run(feeds)
     return results
+
+
+def results_of(program: Program, graph: Graph) -> Iterator[tuple[Array, Array]]:
+    """Each output as the program gives it in ``simulate``, and as the graph gives it in NumPy, for the same inputs."""
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for name, want in evaluate(graph, feeds).items():
+        yield got[name], want
+
+
+def check_exact(program: Program, graph: Graph) -> None:
+    """The program gives every output of the graph to the bit. Another input changes more than a fifth of its elements."""
+    others = evaluate(graph, feeds_of(graph, 2)).values()
+    for (got, want), other in zip(results_of(program, graph), others, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert (got != other).mean() > 0.2
 
 
 def check_simulated(

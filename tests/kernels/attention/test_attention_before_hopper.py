@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, results_of, simulate, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -117,10 +117,8 @@ def test_results_of_8_bits(arch: str) -> None:
         assert set(tactics(program, "Attention")) == {"attention_sm80"}
         taken = [s.params["op"]["attrs"]["of"] for s in program.steps if s.params["op"]["kind"] == "Quantized"]
         assert ("Attention" in taken) == (dtype != FP8 or arch == "sm_89")
-        feeds = feeds_of(graph)
-        got = simulate(program, feeds)
-        for output, want in evaluate(graph, feeds).items():
-            np.testing.assert_allclose(got[output], want, rtol=0.13, atol=0.02)
+        for got, want in results_of(program, graph):
+            np.testing.assert_allclose(got, want, rtol=0.13, atol=0.02)
 
 
 def test_some_offers_sum_in_the_order_of_a_large_batch() -> None:

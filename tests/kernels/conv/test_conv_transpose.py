@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from support.net import Net, built
 from support.on_gpu import checked_launches
-from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
+from support.simulated import (
+    TOLERANCE,
+    check_simulated,
+    kinds,
+    lowered,
+    refusals,
+    results_of,
+    tactics,
+)
 
-from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.subpixel import Axis, block_weights
 from optdnn.ops.conv import ConvTransposeAttrs
@@ -60,13 +67,8 @@ def test_programs_compute_the_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["4x4 by 2, padded", "a line", "stride 1", "a residual"])
 def test_programs_before_hopper_compute_the_network(name: str) -> None:
-    graph = built(NETS[name])
-    program = lowered(graph, "bf16", target="cuda:sm_80")
+    program = check_simulated(built(NETS[name]), "bf16", target="cuda:sm_80")
     assert set(tactics(program, "ConvTranspose")) == {"subpixel_sm80"}
-    feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        assert np.abs(got[output] - want).max() <= 3e-2 * np.abs(want).max() < np.abs(want - other[output]).max() / 4
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,8 @@ def test_odd_channels_before_hopper(precision: str) -> None:
         graph = n.done(transposed(n, n.input(1, channels, 5, 4), filters, (3, 3), (1, 1)))
         program = lowered(graph, precision, target="cuda:sm_80")
         assert tactics(program, "ConvTranspose") == ["subpixel_sm80"]
-        feeds = feeds_of(graph)
-        for output, want in evaluate(graph, feeds).items():
-            assert np.abs(simulate(program, feeds)[output] - want).max() <= TOLERANCE[precision] * np.abs(want).max()
+        for got, want in results_of(program, graph):
+            assert np.abs(got - want).max() <= TOLERANCE[precision] * np.abs(want).max()
 
 
 def test_tensors_too_large_for_the_fp32_kernel_are_refused() -> None:

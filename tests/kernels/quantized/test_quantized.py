@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.quantized_nets import ADDED, FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
-from support.simulated import feeds_of, simulate, tactics
+from support.simulated import check_exact, results_of, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
-from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import hopper_launch
 from optdnn.lowering.cuda import lower_cuda
@@ -40,12 +39,7 @@ def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
 def test_simulate_gives_the_results_of_the_graph(name: str, target: str) -> None:
     n = QNet()
     graph, program = built(n.done(*NETS[name](n)), target)
-    feeds, other = feeds_of(graph), feeds_of(graph, 2)
-    got = simulate(program, feeds)
-    different = evaluate(graph, other)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(got[output], want)
-        assert (got[output] != different[output]).mean() > 0.2
+    check_exact(program, graph)
     assert all(s.executor == "cuda" for s in program.steps)
 
 
@@ -53,11 +47,7 @@ def test_simulate_gives_the_results_of_the_graph(name: str, target: str) -> None
 def test_groups_of_fp8(name: str) -> None:
     graph, program = built(grouped_fp8(128, 16, narrow=True) if name == "fp8 results" else FP8_GROUPS[name]())
     assert tactics(program).count("conv_bands_sm90_8bit") == 1
-    feeds, other = feeds_of(graph), feeds_of(graph, 2)
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(got[output], want)
-        assert (got[output] != evaluate(graph, other)[output]).mean() > 0.2
+    check_exact(program, graph)
 
 
 def test_chains_stay_in_8_bits() -> None:
@@ -80,10 +70,8 @@ def test_a_part_of_a_wider_image_is_added_to_results_of_fp32() -> None:
     graph = n.done(added, n.qconv(n.fake(joined, 0.01), 16), joined)
     _, program = built(graph)
     assert tactics(program).count("conv_sm90_8bit") == 4
-    feeds = feeds_of(graph)
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(got[output], want, rtol=0, atol=1e-5)
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     assert all(s.executor == "cuda" for s in program.steps)
 
 
@@ -133,9 +121,8 @@ def test_single_pixels_are_rows_in_place() -> None:
         "QuantizedConv",
         "Copy",
     ]  # at the input and output only
-    feeds = feeds_of(graph)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(simulate(program, feeds)[output], want)
+    for got, want in results_of(program, graph):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("zero", [0, 5])
@@ -165,9 +152,8 @@ def test_large_windows_of_integers_are_loops(size: int) -> None:
     if size > 7:
         refused = [r for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "max_pool_8bit"]  # type: ignore[union-attr]
         assert "its windows have more than 49 elements" in refused[0]["reason"]
-    feeds = feeds_of(graph)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=1e-5, atol=1e-5)
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -177,9 +163,8 @@ def test_a_stem_with_a_float_result_has_a_configuration_at_every_batch(batch: in
     graph, program = built(n.done(n.qconv(n.fake(n.input(batch, 3, 64, 64), 0.03), 64, 7, stride=2)))
     assert [s.params["op"]["kind"] for s in program.steps][:2] == ["QuantizedBlocks", "QuantizedConv"]
     if batch == 1:
-        feeds = feeds_of(graph)
-        for output, want in evaluate(graph, feeds).items():
-            np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=1e-5, atol=1e-5)
+        for got, want in results_of(program, graph):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -197,10 +182,8 @@ def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) 
         parts.append(n.fake(y, 0.05) if kind == "integers" else y)
     y = parts[0] if len(parts) == 1 else n.op("Concat", *parts, attrs=ConcatAttrs(1))
     graph, program = built(n.done(y))
-    feeds = feeds_of(graph)
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(got[output], want)
+    for got, want in results_of(program, graph):
+        np.testing.assert_array_equal(got, want)
     joined = kind == "integers" and set(widths) == {16}  # products of the same data
     assert sum("8bit" in name for name in tactics(program)) >= (1 if joined else len(widths))
 
@@ -211,6 +194,5 @@ def test_a_kernel_without_a_configuration_is_refused(monkeypatch: pytest.MonkeyP
     graph = n.done(n.qconv(n.fake(n.input(1, 16, 9, 7), 0.03), 16))
     _, program = built(graph)
     assert [s.executor for s in program.steps if "Conv" in str(s.src)] == ["host"], "nothing else runs it"
-    feeds = feeds_of(graph)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=0, atol=1e-5)
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

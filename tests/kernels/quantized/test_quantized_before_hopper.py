@@ -10,10 +10,9 @@ import pytest
 from support.check import from_text
 from support.net import Net
 from support.quantized_nets import NETS, QNet
-from support.simulated import feeds_of, kinds, lowered, simulate, tactics
+from support.simulated import kinds, lowered, results_of, tactics
 
 from optdnn.config import GPU_PRECISIONS, TARGETS, BuildOptions
-from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
@@ -41,10 +40,8 @@ def built(graph: Graph, target: str) -> Program:
 
 
 def exact(graph: Graph, program: Program) -> None:
-    feeds = feeds_of(graph)
-    got = simulate(program, feeds)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_array_equal(got[output], want)
+    for got, want in results_of(program, graph):
+        np.testing.assert_array_equal(got, want)
 
 
 def fp8_network(n: QNet, x: Value) -> Value:
@@ -130,9 +127,8 @@ def test_fp8_is_folded_where_tensor_cores_multiply_it() -> None:
         kinds[arch] = copy.kinds()
         program = built(graph, target)
         assert ("conv_sm80_8bit" in tactics(program)) == (arch == "sm_89")
-        feeds = feeds_of(graph)
-        for output, want in evaluate(graph, feeds).items():
-            error = simulate(program, feeds)[output].astype(np.float64) - want
+        for got, want in results_of(program, graph):
+            error = got.astype(np.float64) - want
             assert np.linalg.norm(error) < 0.02 * np.linalg.norm(want.astype(np.float64))
         reasons = [r.reason for r in report.refused]
         assert any("there are no kernels of fp8 for cuda:sm_86" in r for r in reasons) == (arch == "sm_86")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.quantized_nets import FP8, NARROWED, STREAMS, QNet, attention_network, norm_network
-from support.simulated import feeds_of, kinds, refusals, simulate
+from support.simulated import feeds_of, kinds, refusals, results_of, simulate
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -217,6 +217,5 @@ def two_scales(added: bool = False) -> Graph:
 def test_others_are_quantized_by_a_launch_of_their_own(graph: Graph) -> None:
     program = built(graph)
     assert "Quantized" not in kinds(program)
-    feeds = feeds_of(graph)
-    for output, want in evaluate(graph, feeds).items():
-        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=0.13, atol=0.02)
+    for got, want in results_of(program, graph):
+        np.testing.assert_allclose(got, want, rtol=0.13, atol=0.02)

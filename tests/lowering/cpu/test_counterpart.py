@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_libraries
 from support.onnxnet import save_convnet
 
 from optdnn.cli.main import run
@@ -25,8 +26,7 @@ from optdnn.targets.base import Optimized, Source
 from optdnn.targets.cpu import Cpu
 from optdnn.tuning.timing_cache import TimingCache
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_libraries
 
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, RunError, UnsupportedError
@@ -28,8 +29,7 @@ from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, tensor
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 WIDTH = 24
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_libraries
 from test_cpu import assert_right, network, options
 
 from optdnn.errors import OutputError, RunError, UnsupportedError
@@ -21,8 +22,7 @@ from optdnn.lowering.cpu.partition import choose, compile_with
 from optdnn.lowering.cpu.trials import TrialLost, Trials, kept
 from optdnn.tuning.timing_cache import TimingCache
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 
 @pytest.fixture

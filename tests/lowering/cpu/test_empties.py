@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.needs import needs_libraries
 
 import optdnn
 from optdnn.errors import RunError
@@ -15,8 +16,7 @@ from optdnn.runtime.cpu import openvino
 from optdnn.runtime.engine import Engine
 from optdnn.types import Array
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 W = np.random.default_rng(1).standard_normal((3, 3)).astype(np.float32)
 # name: (inputs, outputs, constants, nodes, shape of x for a size, inputs that OpenVINO may get without elements)

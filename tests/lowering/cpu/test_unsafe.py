@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.needs import needs_libraries
 from support.quantized_nets import QNet
 
 from optdnn.compiler import build_verbose
@@ -138,8 +139,7 @@ def test_the_table_names_kinds_and_slots_that_exist():
 
 @pytest.mark.parametrize("tactics", ["auto", "openvino"])
 def test_the_build_cuts_such_operators_out_and_reports_it(tactics):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     graph = cumulative()
     built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=tactics))
     (fallback,) = built.compiled.fallbacks["openvino"]
@@ -358,8 +358,7 @@ def test_bodies_are_checked_too():
 @pytest.mark.parametrize("tactics", ["auto", "openvino"])
 @pytest.mark.parametrize("batch", [40, symbol("N")])
 def test_selections_of_all_sizes_are_right_in_any_order(tactics, batch):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     graph = selecting(batch)
     built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=tactics))
     x = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32) * 0.1
@@ -372,8 +371,7 @@ def test_selections_of_all_sizes_are_right_in_any_order(tactics, batch):
 def test_a_detector_without_a_detection_gives_no_box(tactics):
     """Boxes and scores, NonMaxSuppression, the rows of these boxes, and the best of them by a TopK whose number depends on the
     data."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[1, 30, 4] boxes, float[1, 2, 30] scores) => (float[d, 4] best, float[d] s, int64[d] label)

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.needs import needs_libraries
 from support.sweep import sweep
 
 import optdnn
@@ -20,8 +21,7 @@ from optdnn.runtime.cpu.library import EXACT_INTEGER
 from optdnn.runtime.engine import Engine
 from optdnn.types import Array
 
-pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
-pytest.importorskip("openvino", reason="the cpu extra is not installed")
+needs_libraries()
 
 BIG = 2**40 + 3
 EDGE = EXACT_INTEGER

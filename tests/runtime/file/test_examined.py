@@ -12,6 +12,7 @@ import onnx
 import pytest
 from support import fallback, networks
 from support.hostile import Port, model_of, program_of, write
+from support.needs import needs_libraries
 from support.onnxnet import convnet
 from support.parts import LIBRARIES, F, X, Y, changed, node, relu, twice
 from support.quantized_nets import attention_network
@@ -31,8 +32,7 @@ from optdnn.runtime.steps.executor import LibraryPart
 from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import FP32, INT64, TensorType, tensor
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("openvino")
+needs_libraries()
 pytestmark = pytest.mark.usefixtures("cache")
 
 

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.hostile import Port, load_in_child, model_of, program_of, write
+from support.needs import needs_libraries
 from support.parts import I32, I64, LIBRARIES, F, X, Y, changed, constant, node, relu, twice
 
 import optdnn
@@ -19,8 +20,7 @@ from optdnn.errors import EngineError, UsageError
 from optdnn.runtime import engine as runtime_engine
 from optdnn.runtime.cpu.library import Settings
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("openvino")
+needs_libraries()
 pytestmark = pytest.mark.usefixtures("cache")
 
 

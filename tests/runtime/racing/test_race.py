@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import mlp
+from support.needs import needs_libraries
 from support.sweep import sweep
 
 from optdnn import Engine
@@ -377,8 +378,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.mark.parametrize("shapes", sweep([{}, {"x": (4, 5)}], {"x": (4, 5)}))
 def test_engine_against_the_libraries(files: tuple[str, str], shapes: Any) -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     engine, model = files
     candidates = [
         Candidate("ours", "engine", engine),
@@ -402,8 +402,7 @@ def test_engine_against_the_libraries(files: tuple[str, str], shapes: Any) -> No
 
 
 def test_precisions_that_a_library_lacks_are_refused(files: tuple[str, str]) -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
+    needs_libraries()
     candidates = [
         Candidate("ort", "onnxruntime", files[1], precision="bf16"),
         Candidate("ov", "openvino", files[1], precision="int4"),
