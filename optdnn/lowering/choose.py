@@ -235,8 +235,11 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
     return listed, refused
 
 
-def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple[list[Offer | None], str | None]:
-    """The configurations of a tactic within the selection's limits (``[None]``: it has no choice), or the reason why there is none."""
+def offers_of(
+    b: Builder, op: Op, tactic: Tactic, selection: Selection, *, first: bool = False
+) -> tuple[list[Offer | None], str | None]:
+    """The configurations of a tactic within the selection's limits (``[None]``: it has no choice), or the reason why there is none.
+    ``first``: no more than the first of them, which is quicker to find."""
     offers: list[Offer | None] = [*tactic.configs(b, op)]
     if not offers and tactic.provider == "own" and isinstance(tactic, ProblemTactic):
         return [], "none of its configurations fits"
@@ -246,12 +249,17 @@ def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple
         if not offers:
             return [], "in each of its configurations, the order of a sum depends on the batch size"
     if selection.workspace is not None:
-        sizes = [(_scratch(b, op, tactic, o), o) for o in offers]
-        offers = [o for size, o in sizes if size <= selection.workspace]
-        if not offers:
-            least = min(size for size, _ in sizes)
-            return [], f"it needs {least} bytes of scratch memory; {selection.workspace} are allowed"
-    return offers, None
+        needed, fitting = list[int](), list[Offer | None]()
+        for offer in offers:
+            needed.append(_scratch(b, op, tactic, offer))
+            if needed[-1] <= selection.workspace:
+                fitting.append(offer)
+                if first:
+                    break
+        if not fitting:
+            return [], f"it needs {min(needed)} bytes of scratch memory; {selection.workspace} are allowed"
+        offers = fitting
+    return offers[:1] if first else offers, None
 
 
 def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
@@ -298,7 +306,7 @@ def choose(
         if chosen.config:
             offer: Offer | None = _named(b, op, tactic, chosen.config)
         else:
-            offers, why = offers_of(b, op, tactic, selection)
+            offers, why = offers_of(b, op, tactic, selection, first=True)
             if why is not None:
                 raise UnsupportedError(f"no kernel runs it ({tactic.name}: {why})")
             offer = offers[0]
@@ -328,7 +336,7 @@ def untuned(
         if (why := tactic.defer(b, op)) is not None:
             refused.append({"tactic": tactic.name, "reason": why})
             continue
-        offers, why = offers_of(b, op, tactic, selection)
+        offers, why = offers_of(b, op, tactic, selection, first=True)
         why = why or _not_stored(b, tactic.region(b, op))
         if why is not None:
             refused.append({"tactic": tactic.name, "reason": why})
