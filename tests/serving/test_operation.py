@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import Server, infer_body, raw_input, served
+from support.serving import Server, clients, infer_body, raw_input, served
 
 import optdnn
 from optdnn.cli.main import run
 
-grpcclient = pytest.importorskip("tritonclient.grpc", reason="the extra serve is not installed")
-httpclient = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+grpcclient, httpclient = clients()
 X = np.random.default_rng(1).standard_normal((1, 1, 8, 8)).astype(np.float32)
 
 

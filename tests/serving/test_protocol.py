@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import Server, infer_body, raw_input
+from support.serving import Server, clients, infer_body, raw_input
 
 import optdnn
 from optdnn.types import Array
 
 HEAD_BYTES = 1 << 16
-grpcclient = pytest.importorskip("tritonclient.grpc", reason="the extra serve is not installed")
-httpclient = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+grpcclient, httpclient = clients()
 X = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
 INFER = "/v2/models/digits/infer"
 

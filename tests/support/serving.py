@@ -17,8 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 START_SECONDS = 60.0
+
+
+def clients() -> tuple[Any, Any]:
+    """tritonclient's modules for gRPC and for HTTP. Skips the test module where one of them is not installed."""
+    grpc = pytest.importorskip("tritonclient.grpc", reason="the extra serve is not installed")
+    # Without gevent, tritonclient.http ends with a RuntimeError.
+    pytest.importorskip("gevent", reason="tritonclient[http] is not installed")
+    return grpc, pytest.importorskip("tritonclient.http")
 
 
 class Server:
