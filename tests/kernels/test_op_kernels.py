@@ -10,6 +10,7 @@ import pytest
 from support.attention_cases import bshd
 from support.layout import check_syntax
 from support.spills import check_launch, check_spills
+from support.sweep import every
 
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.attention.problem import Problem
@@ -58,7 +59,7 @@ PROBLEMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", every(2, PROBLEMS))
 def test_the_first_candidate_compiles_without_spills(name: str) -> None:
     module, problem = PROBLEMS[name]
     config = module.candidates(problem, DEVICE)[0]
@@ -89,8 +90,11 @@ NO_HOPPER: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [(name, "sm_80") for name in NO_HOPPER]
-    + [(name, ("sm_86", "sm_89")[k % 2]) for k, name in enumerate(NO_HOPPER) if k % 3 == 0],
+    every(
+        2,
+        [(name, "sm_80") for name in NO_HOPPER]
+        + [(name, ("sm_86", "sm_89")[k % 2]) for k, name in enumerate(NO_HOPPER) if k % 3 == 0],
+    ),
 )
 def test_kernels_without_hopper_features_compile_before_it_without_spills(name: str, arch: str) -> None:
     module, problem = NO_HOPPER[name]

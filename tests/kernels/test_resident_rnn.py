@@ -17,7 +17,7 @@ from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
 from support.spills import check_spills
-from support.sweep import sweep
+from support.sweep import in_turn, sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.recurrent import grid_kernel, resident, resident_kernel
@@ -193,8 +193,7 @@ COMPILED = {
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(("name", "arch"), in_turn(COMPILED, "sm_90a", "sm_80"))
 def test_compiles_without_spills(name: str, arch: str) -> None:
     gpu, problem = of_arch(arch), replace(COMPILED[name], functions=FUNCTIONS)
     config = resident_kernel.candidates(problem, gpu)[0]

@@ -16,7 +16,7 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, kinds, lowered
-from support.sweep import sweep
+from support.sweep import every, sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import depthwise as tactic
@@ -351,7 +351,7 @@ COMPILED: dict[str, nvrtc.Recipe] = {
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", covering(COMPILED))
+@pytest.mark.parametrize("name", every(2, covering(COMPILED)))
 def test_kernels_compile_without_spills(name: str) -> None:
     (kernel,) = nvrtc.resources(COMPILED[name]).values()
     assert kernel.spill_bytes == 0

@@ -154,7 +154,8 @@ def check(made: Problem, config: Config, want: np.ndarray, out: np.ndarray, more
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
-    "name", ["one step", "many channels", "5x5, stride 2", "means", "bf16", "ReLU6, bf16", "persistent", "wide"]
+    "name",
+    every(2, ["one step", "many channels", "5x5, stride 2", "means", "bf16", "ReLU6, bf16", "persistent", "wide"]),
 )
 def test_kernels_compile_without_spills(name: str) -> None:
     made, config = CASES[name]

@@ -9,6 +9,7 @@ from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
 from support.spills import check_spills
+from support.sweep import every
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import configs
@@ -49,7 +50,7 @@ def test_large_tiles_are_chosen_for_many_rows() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("config", [*SMALL, *LARGE], ids=str)
+@pytest.mark.parametrize("config", every(2, [*SMALL, *LARGE]), ids=str)
 def test_they_compile_without_spills(config: Config) -> None:
     problem = replace(HEAD, epilogue=(("bias",), ("gelu",)))
     check_spills(gemm.recipe(problem, config), gemm.FUNCTION)

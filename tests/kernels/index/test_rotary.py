@@ -4,6 +4,7 @@ processor."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.rotary_cases import ROTARY, heads_first, normalized_after, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
-from support.sweep import sweep
+from support.sweep import in_turn, sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
@@ -162,9 +163,13 @@ def test_without_rows_there_is_no_launch() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ["halves", "neighbors", "a part, neighbors", "every second angle"])
+@pytest.mark.parametrize(
+    ("name", "arch", "precision"),
+    in_turn(
+        ("halves", "neighbors", "a part, neighbors", "every second angle"),
+        *product(("sm_80", "sm_90a"), ("fp16", "bf16", "fp32")),
+    ),
+)
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
     program = lowered(ROTARY[name](), precision, f"cuda:{arch}")
     (kernel,) = (k for k in program.kernels if k.function == "rotary")

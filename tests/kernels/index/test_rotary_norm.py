@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.rotary_cases import NORMED, angles, normed, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
-from support.sweep import sweep
+from support.sweep import in_turn, sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.norm import LayerNormAttrs
@@ -103,9 +104,10 @@ def test_refusals(graph: Callable[[], Graph], because: str) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["layer norms of heads", "a part turns", "tokens, grouped"])
+@pytest.mark.parametrize(
+    ("name", "precision", "arch"),
+    in_turn(("layer norms of heads", "a part turns", "tokens, grouped"), *product(PRECISIONS, ("sm_80", "sm_90a"))),
+)
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
     program = lowered(NORMED[name](), precision, f"cuda:{arch}")
     (kernel,) = (k for k in program.kernels if k.function == "rotary_norm")

@@ -12,7 +12,7 @@ from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
 from support.simulated import check_simulated, kinds, lowered, on_host, refusals, tactics
-from support.sweep import in_turn
+from support.sweep import every, in_turn
 
 from optdnn.kernels.index import sampling
 from optdnn.ops.detect import GridSampleAttrs
@@ -37,7 +37,7 @@ def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_it_compiles_without_spills(name: str) -> None:
     program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     wanted = {id(program.kernels[s.params["launch"]["kernel"]]) for s in program.steps

@@ -11,7 +11,7 @@ import pytest
 from support.host import needs_compiler
 from support.host_tiles import run_launches
 from support.spills import check_launch
-from support.sweep import sweep
+from support.sweep import every, sweep
 
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
@@ -126,7 +126,9 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(("name", "arch"), [(name, ("sm_80", "sm_90a")[k % 2]) for k, name in enumerate(COMPILED)])
+@pytest.mark.parametrize(
+    ("name", "arch"), every(3, [(name, ("sm_80", "sm_90a")[k % 2]) for k, name in enumerate(COMPILED)])
+)
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     module, problem = COMPILED[name]
     gpu = of_arch(arch)
