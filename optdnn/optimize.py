@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.passes.support.io_dtype import convert_borders
+from optdnn.passes.support.io_dtype import convert_ports
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
@@ -112,7 +112,7 @@ def optimize(
         before = [p.name for p in pipeline]
         pipeline = pipeline[: before.index(stop_before) if stop_before in before else None]
     if options.io_dtype != "model":
-        convert_borders(graph, options.io_dtype)
+        convert_ports(graph, options.io_dtype)
     calibration = None if options.calib is None else _Calibrate(options, say)
     dump = _Dump(options.dump)
     dump(0, "import", graph)

@@ -304,12 +304,12 @@ def run_pipeline(
     *,
     verify: bool = False,
     stop_after: str | None = None,
-    after: Any = None,
+    after: Callable[[int, Pass, Graph, PassReport], object] | None = None,
 ) -> list[PassReport]:
     """Run passes in order and return their reports.
 
-    ``verify`` checks the graph's invariants after each; ``stop_after`` names the last pass to run (its first
-    occurrence); ``after(index, pass, graph, report)`` is called after each (numbered dumps, progress).
+    ``verify`` checks the graph's invariants after each pass. ``stop_after`` names the last pass to run (its first occurrence).
+    ``after(index, pass, graph, report)`` is called after each pass, for dumps and progress.
     """
     from optdnn.ir.verify import verify as check
 

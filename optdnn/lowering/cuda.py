@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
-from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import RefusedNode, UnsupportedError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
@@ -191,15 +190,15 @@ def emit_program(
     used = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
     number = {k: i for i, k in enumerate(used)}
     # The next site may compute what the last of several launches would: then nothing reads that one's results.
-    left = [
+    decisions = [
         replace(d, launches=present[k]) if k in number else replace(d, dropped=True) for k, d in enumerate(decisions)
     ]
-    program.meta["tactics"] = [d.to_plain() for d in left]
+    program.meta["tactics"] = [d.to_plain() for d in decisions]
     program, sites = without_sites(compact(group_steps(keep_inputs_on_host(program))))
     program.meta["host"] = summary(graph, host, program)
     if bounds := input_bounds(graph):
         program.meta["bounds"] = bounds
-    return Emitted(program, [left[k] for k in used], [None if k is None else number[k] for k in sites])
+    return Emitted(program, [decisions[k] for k in used], [None if k is None else number[k] for k in sites])
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def plan(
     b.padded = any(map(has_tf32, graph.ops()))
     b.row_invariant, b.lanes = selection.row_invariant, options.streams != 1
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
-    inputs, outputs = _borders(b)
+    inputs, outputs = _ports(b)
     Planner(b, host, selection, visit, options.strict, to_host or {}).run()
     _refuse_host(host, options)
     _finish_outputs(b, host, outputs)
@@ -283,19 +282,7 @@ def _need_static(graph: Graph, target: str) -> None:
             raise sizes_needed(graph, target)
 
 
-def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> str:
-    """A shape in the syntax of ``--shape``. ``symbolic`` (or its result for the name) replaces each symbol; ? is a computed size."""
-
-    def text(d: DimLike) -> str:
-        name = None if isinstance(d, int) else lone(d)
-        if name is None:
-            return str(d) if isinstance(d, int) else "?"
-        return symbolic if isinstance(symbolic, str) else symbolic(name)
-
-    return "x".join(map(text, shape)) or "scalar"
-
-
-def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:
+def _ports(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:
     """Buffers of the network's inputs and outputs. The kernel that computes an output writes it there directly."""
     graph = b.graph
     inputs, outputs = [], []

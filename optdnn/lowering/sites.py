@@ -84,23 +84,21 @@ class Planner:
                 return
             before = host.snapshot()
             try:
-                able = None
-                if op.kind in VIEWS:
-                    able = usable(b, op, TACTICS.get(op.kind, ()), self.selection)
-                if able is not None and not able[0]:
+                asked = usable(b, op, TACTICS.get(op.kind, ()), self.selection) if op.kind in VIEWS else None
+                if asked is not None and not asked[0]:  # no tactic computes it: it is a view
                     VIEWS[op.kind](b, op)
                 else:
-                    self._choose(op, able)
+                    self._choose(op, asked)
                 return
             except UnsupportedError as error:
                 host.undo(before)
                 why = error.message
         host.run(op, why)
 
-    def _choose(self, op: Op, able: Usable | None) -> None:
+    def _choose(self, op: Op, asked: Usable | None) -> None:
         """Choose the site of an operator. The later operators of its region need no sites.
 
-        ``able``: the tactics that can run it, if the caller has already asked them.
+        ``asked``: the tactics that can run it, if the caller has already asked them.
         """
         b = self.b
         for value in op.inputs:
@@ -108,7 +106,7 @@ class Planner:
                 b.operand(value)  # copy a value that the host computes to the GPU
         key = signature(b, op)
         self.visit(b, op, key)
-        site = choose(b, op, TACTICS[op.kind], self.selection, key, able)
+        site = choose(b, op, TACTICS[op.kind], self.selection, key, asked)
         covered = {x.id for x in site.region.ops}
         for earlier in site.region.before:
             earlier_site = self._site_of.get(earlier.id)

@@ -18,7 +18,7 @@ import numpy as np
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import BuildOptions, Progress
 from optdnn.custom import PREFIX, known
-from optdnn.dim import Dim, evaluate
+from optdnn.dim import Dim, DimLike, evaluate
 from optdnn.dim_text import lone
 from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.importers.model import Model, Source
@@ -27,7 +27,7 @@ from optdnn.importers.values import with_values
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
-from optdnn.lowering.cuda import Prepared, example, lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.sites import Visit, no_visit
 from optdnn.lowering.table import TACTICS
@@ -175,8 +175,20 @@ def _better_sizes(symbolic: Graph, base: Base, options: BuildOptions, profile: P
             if found
             else "give sizes that the model takes: --shape NAME=MIN..OPT..MAX for each dimension that varies"
         )
-    given = [f"--shape {p.name}={example(p.type.dims, lambda name: _range_text(found[name]))}" for p in ports]
+    given = [f"--shape {p.name}={_shape_text(p.type.dims, lambda name: _range_text(found[name]))}" for p in ports]
     return "the model takes " + " ".join(given)
+
+
+def _shape_text(shape: Sequence[DimLike], range_of: Callable[[str], str]) -> str:
+    """A shape in the syntax of ``--shape``. ``range_of`` gives the text of a symbol; ? is a size that follows from others."""
+
+    def text(d: DimLike) -> str:
+        if isinstance(d, int):
+            return str(d)
+        name = lone(d)
+        return "?" if name is None else range_of(name)
+
+    return "x".join(map(text, shape)) or "scalar"
 
 
 def _range_text(r: DimRange) -> str:
@@ -320,7 +332,7 @@ def _need_ranges(graph: Graph) -> None:
         for d in out.type.shape or ():
             name = lone(d)  # an expression of symbols needs no range: each symbol is a dimension elsewhere
             if name is not None and not all(name in p for p in graph.profiles):
-                dims = example(out.type.dims, lambda n: _range_text(given[n]) if n in given else "1..8..32")
+                dims = _shape_text(out.type.dims, lambda n: _range_text(given[n]) if n in given else "1..8..32")
                 raise UsageError(
                     f"dimension {d} of input {out.name!r} has no range in every profile",
                     hint=f"plans for GPUs need one: --shape {out.name}={dims}",

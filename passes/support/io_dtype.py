@@ -1,4 +1,4 @@
-"""Gives the network's floating-point inputs and outputs another element type (``--io-dtype``), by casts at the borders."""
+"""Gives the network's floating-point inputs and outputs another element type (``--io-dtype``), by casts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.types import DTYPES, is_float
 
 
-def convert_borders(graph: Graph, io_dtype: str) -> None:
+def convert_ports(graph: Graph, io_dtype: str) -> None:
     """Give every floating-point input and output the dtype ``io_dtype`` ("fp32", "fp16", "bf16").
 
     The network inside keeps its types, and so do inputs that only set parameters of sampling. The casts have no ONNX node name,

@@ -17,7 +17,7 @@ from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
-from optdnn.passes.support.io_dtype import convert_borders
+from optdnn.passes.support.io_dtype import convert_ports
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import BF16, FP16, FP32, INT64
 
@@ -54,7 +54,7 @@ def test_casts_are_at_the_borders_alone(precision: str, dtype: Any) -> None:
 @pytest.mark.parametrize(("precision", "io", "left"), [("fp16", "fp16", 0), ("bf16", "fp16", 2), ("fp16", "fp32", 2)])
 def test_inputs_in_the_networks_own_precision_need_no_cast(precision: str, io: str, left: int) -> None:
     graph = small()
-    convert_borders(graph, io)
+    convert_ports(graph, io)
     assigned(graph, precision)
     assert len(graph.of_kind("Cast")) == left
     assert graph.op(graph.inputs[0]).outputs[0].type.dtype == (FP16 if io == "fp16" else FP32)
