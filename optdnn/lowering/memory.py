@@ -168,7 +168,7 @@ def lifetimes(steps: Sequence[Use], sizes: Mapping[int, int]) -> dict[int, Inter
     return {i: Interval(sizes[i], first[i], last[i]) for i in first}
 
 
-def _share_in_place(steps: Sequence[Use], live: Mapping[int, Interval], order: _Order | None = None) -> dict[int, int]:
+def _share_in_place(steps: Sequence[Use], live: Mapping[int, Interval], order: _Order | None) -> dict[int, int]:
     """Buffer -> the first buffer of the chain whose memory it reuses.
 
     An output reuses an input's memory if the step allows it, the input's life ends there, and the output is not larger.

@@ -72,7 +72,7 @@ class Lowering:
         self.steps.append(reference_step(op.kind, attrs, inputs, outputs, sorted(op.src)))
 
     def library_step(
-        self, library: str, region: Region, model: ExportedModel, settings: Settings, empty: Sequence[str] | None = None
+        self, library: str, region: Region, model: ExportedModel, settings: Settings, empty: Sequence[str] | None
     ) -> None:
         """Add a step: one region on a CPU library. The model and its weights become blobs. ``empty`` names the inputs that may have
         no elements, for a library that rejects empty tensors (None: it takes them)."""

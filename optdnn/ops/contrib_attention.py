@@ -71,7 +71,7 @@ def _between(e: Emit, mask: Ref, batch: Any, at: Ref) -> Ref:
 
 
 def _attend(
-    node: NodeSpec, e: Emit, heads: Sequence[Ref], mask: Ref | None, past: Sequence[Ref | None], outputs: int = 1
+    node: NodeSpec, e: Emit, heads: Sequence[Ref], mask: Ref | None, past: Sequence[Ref | None], outputs: int
 ) -> Sequence[Ref]:
     scale, causal = node.get("scale"), bool(node.get("unidirectional", 0))
     if causal and e.type(heads[0]).dims[2] != e.type(heads[1]).dims[2]:

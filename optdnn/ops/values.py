@@ -39,7 +39,7 @@ def with_values(infer: Infer, symbolic: Symbolic | None = None) -> Infer:
     return run
 
 
-def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | None = None) -> Values:
+def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | None) -> Values:
     """The values of a call's outputs, or () if an operand is unknown, if something is larger than ``KNOWN_LIMIT``, or if a symbolic
     value would be too large an expression: it is then a separate symbol."""
     values = tuple(call.value(i) for i in range(len(call.types)))

@@ -15,7 +15,7 @@ from optdnn.passes.support.precision_choices import PrecisionChoice
 SHOWN = 3
 
 
-def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> None:
+def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str]) -> None:
     """Raise UsageError for a pattern that fits no node: neither a node of ``graph`` (op names of a plan count, too) nor one of
     ``known``, the names of nodes before passes folded them away."""
     ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]

@@ -23,7 +23,7 @@ LONGEST_TIMEOUT_S = 86_400.0
 
 
 def checked_request(
-    model: Model, given: Sequence[GivenTensor], parameters: Mapping[str, Any], timeout_s: float | None = None
+    model: Model, given: Sequence[GivenTensor], parameters: Mapping[str, Any], timeout_s: float | None
 ) -> InferRequest:
     """A request that fits the model. ``timeout_s``: the call's own. Raises Refusal."""
     by_name = {g.name: g for g in given}

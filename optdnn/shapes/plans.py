@@ -77,9 +77,9 @@ def plan_profiles(
     gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     say: Progress,
-    choose: Choose = lambda graph: None,
-    precision_log: PrecisionLog | None = None,
-    like: Sequence[Program] = (),
+    choose: Choose,
+    precision_log: PrecisionLog | None,
+    like: Sequence[Program],
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 

@@ -50,8 +50,8 @@ def pack_products(
     plan: PrecisionPlan,
     report: PassReport,
     kept: ConstantCache,
-    moments: Moments | None = None,
-    target: str = "",
+    moments: Moments | None,
+    target: str,
 ) -> PackedProducts:
     """Pack the weights of every product that ``plan`` puts in w4, w8 or w4a8.
 

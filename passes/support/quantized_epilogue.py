@@ -12,7 +12,7 @@ from optdnn.types import Array
 
 
 def quantized_epilogue(
-    graph: Graph, op: Op, axis: int, *, residual: bool = True, numbers: bool = True
+    graph: Graph, op: Op, axis: int, *, residual: bool = True, numbers: bool
 ) -> tuple[Epilogue, Array | None]:
     """The epilogue of ``op`` with channels along ``axis``, and what one stage reads of each channel (None: no stage does).
 

@@ -19,7 +19,7 @@ ORDERS = (PLAIN, HEADS_FIRST, HEADS_AS_IMAGES)
 
 
 def rotated(
-    patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, order: tuple[int, ...] = PLAIN
+    patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, order: tuple[int, ...]
 ) -> Value:
     """Add a RotaryEmbedding of ``x``, between two Transposes with permutation ``order``."""
     if order == PLAIN:

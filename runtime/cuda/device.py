@@ -69,7 +69,7 @@ def read_facts(index: int = 0) -> GpuFacts:
     return of_attributes(name, lambda attribute: device_attribute(attribute, index))
 
 
-def device_attribute(name: str, index: int = 0) -> int:
+def device_attribute(name: str, index: int) -> int:
     """The attribute ``CU_DEVICE_ATTRIBUTE_<name>`` of GPU ``index``. Creates no context. Raises CudaError, MissingDependency."""
     cu = driver()
     handle = check("cuDeviceGet", cu.cuDeviceGet(index))

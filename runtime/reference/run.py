@@ -86,8 +86,8 @@ def _run_inner(
     kind: str,
     operands: Sequence[Array | None],
     attrs: Mapping[str, Any],
-    dtypes: Sequence[DType] | None = None,
-    inner: _Inner | None = None,
+    dtypes: Sequence[DType] | None,
+    inner: _Inner | None,
 ) -> tuple[Array, ...]:
     """The same for callers that have already silenced floating-point exceptions: bodies of loops have thousands of small
     operators."""

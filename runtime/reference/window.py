@@ -21,7 +21,7 @@ def ceildiv(a: DimLike, b: int) -> DimLike:
 
 
 def window_count(
-    size: DimLike, kernel: DimLike, stride: int, dilation: int, begin: int, end: int, ceil: bool = False
+    size: DimLike, kernel: DimLike, stride: int, dilation: int, begin: int, end: int, ceil: bool
 ) -> DimLike:
     """Number of windows over an axis of ``size`` elements padded by ``begin`` and ``end``.
 

@@ -91,9 +91,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: b
     return [config for _, config in estimated(problem, device, limit, direct=direct)]
 
 
-def estimated(
-    problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True
-) -> list[tuple[float, Config]]:
+def estimated(problem: Problem, device: GpuFacts, limit: int, *, direct: bool) -> list[tuple[float, Config]]:
     """The configurations to time with their predicted seconds, best first; at most two per tile shape, split and mode.
 
     ``direct`` False leaves out configurations that store from registers."""

@@ -121,7 +121,7 @@ def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
     return h * c * w, w, c * w, 1
 
 
-def as_launched(x: TensorView, columns: int = 1) -> TensorView:
+def as_launched(x: TensorView, columns: int) -> TensorView:
     """The tensor as the launch's meaning reads or writes it: a volume as it is, others as of :func:`image_of`."""
     return x if len(x.shape) == 5 else image_of(x, columns)
 

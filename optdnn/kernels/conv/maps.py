@@ -99,7 +99,7 @@ def pitch_of(x: TensorView, unit: int = 0) -> int | None:
     return pitch if fits else None
 
 
-def image_places(x: TensorView, unit: int = 0) -> tuple[int, int] | None:
+def image_places(x: TensorView, unit: int) -> tuple[int, int] | None:
     """Elements from a pixel to the next, and from an image to the next, of channels-last NCHW images, each as of :func:`pitch_of`.
     There may be gaps between images. None for any other tensor."""
     n, c, h, w = x.shape

@@ -64,7 +64,7 @@ def pixel_source(b: Builder, value: Value | None) -> Value:
 
 
 def emit_space_to_depth(
-    b: Builder, op: Op, x: TensorView, out: TensorView, size: int, normalization: ChannelAffine | None = None
+    b: Builder, op: Op, x: TensorView, out: TensorView, size: int, normalization: ChannelAffine | None
 ) -> None:
     """Add the launch that moves blocks of ``size`` x ``size`` pixels into channels and normalizes them (padding stays
     0). It has one thread per output pixel if the rows of a block are single accesses, else one per 16 bytes of a

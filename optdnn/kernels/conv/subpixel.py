@@ -77,8 +77,8 @@ def emit_depth_to_space(
     x: TensorView,
     out: TensorView,
     axes: tuple[Axis, Axis],
-    stages: Sequence[Stage] = (),
-    operands: Sequence[TensorView | None] = (),
+    stages: Sequence[Stage],
+    operands: Sequence[TensorView | None],
 ) -> None:
     """Add the launch that scatters blocks of pixels (channels-last NCHW, in the order of :func:`block_weights`) and
     applies the stages, which read ``operands`` (by slot, from 1 on). ``out`` may have one or two spatial axes."""

@@ -35,7 +35,7 @@ def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView
     return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 
-def rows_in_memory(x: TensorView, *, aligned: bool = True) -> tuple[int, ...]:
+def rows_in_memory(x: TensorView, *, aligned: bool) -> tuple[int, ...]:
     """The order of axes in which a product takes rows: memory order, if the logical order has no constant pitch.
 
     So a product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy, and its result

@@ -112,7 +112,7 @@ def _source(
     offsets: str,
     each: tuple[int, int],
     strides: Sequence[Sequence[int]],
-    tables: Sequence[str] = (),
+    tables: Sequence[str],
 ) -> str:
     """The kernel's source. ``each``: neighboring elements of an access, and accesses of a thread that are in flight together."""
     vec, ahead = each

@@ -59,7 +59,7 @@ def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] |
     return rendered
 
 
-def plan_prologue(b: Builder, op: Op, x: TensorView, rows: int = 0) -> Prologue | None:
+def plan_prologue(b: Builder, op: Op, x: TensorView, rows: int) -> Prologue | None:
     """The prologue of :func:`rendered_prologue` with its operands; None if the kernel does not support it. ``rows``: at least so many
     scales and shifts, since the kernel may read them for each K step."""
     channels, parts = x.shape[1], _parts(b, op, x)

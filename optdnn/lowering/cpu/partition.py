@@ -85,10 +85,10 @@ def choose_again(
     options: BuildOptions,
     like: Program,
     meta: dict[str, Any],
-    progress: Progress = lambda text: None,
+    progress: Progress,
     *,
-    base: str | None = None,
-    label: str | None = None,
+    base: str | None,
+    label: str | None,
 ) -> LibraryChoice:
     """The choice of an earlier build (its program: ``like``), for the same network with other weights. Nothing is measured.
 

@@ -53,7 +53,7 @@ def cubins(
 
 
 def compile_kernels(
-    kernels: Sequence[Kernel], cache: KernelCache, workers: int, custom_ops: Sequence[CustomOp] = ()
+    kernels: Sequence[Kernel], cache: KernelCache, workers: int, custom_ops: Sequence[CustomOp]
 ) -> list[bytes]:
     """The cubins of kernels, in order (:meth:`KernelCache.get_many`).
 

@@ -197,7 +197,7 @@ def constants_of(stages: Sequence[Stage]) -> list[float]:
 def _function(
     signature: str,
     stages: Sequence[Stage],
-    texts: Mapping[str, tuple[int, str]] = STAGES,
+    texts: Mapping[str, tuple[int, str]],
     constant: Callable[[float], str] = _literal,
 ) -> str:
     """CUDA source of a function that applies stages to ``x``; ``constant`` renders their constants."""
@@ -306,7 +306,7 @@ def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
     return f"{one}\nDEVICE u32 {name}(float x, float y) {{ {' '.join(lines)} }}"
 
 
-def bounded_pair(bounds: Sequence[tuple[str, str, int]], name: str = "between") -> str:
+def bounded_pair(bounds: Sequence[tuple[str, str, int]], name: str) -> str:
     """CUDA source of ``u32 between(float x, float y)``: a rounded pair, clamped by ("max" or "min", type of pairs, both bounds)."""
     lines = [f"DEVICE u32 {name}(float x, float y) {{", "    u32 pair = pack2(x, y);"]
     for op, kind, bits in bounds:

@@ -155,7 +155,7 @@ def time_runs(
     stream: Stream,
     *,
     warmup: int = 5,
-    repeats: int = 30,
+    repeats: int,
     inner: int = 1,
     wait: Callable[[], Any] | None = None,
 ) -> list[float]:
