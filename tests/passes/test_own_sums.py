@@ -35,7 +35,10 @@ less = Div(unit, low) y = Mul(top, less) }"""
 )
 SOFTMAX = HEAD + "{ p = Softmax(q) c = Softmax(k) kv = MatMul(c, v) s = MatMul(p, kv) y = Div(s, s) }"
 WEIGHTS = HEAD + "{ s = MatMul(q, w) y = Div(s, s) }"
-UNLIKE = HEAD + "{ top = MatMul(q, k) t = Transpose(v) low = MatMul(v, t) n = ReduceSum<keepdims=1>(low, axis) y = Div(top, n) }"
+UNLIKE = (
+    HEAD
+    + "{ top = MatMul(q, k) t = Transpose(v) low = MatMul(v, t) n = ReduceSum<keepdims=1>(low, axis) y = Div(top, n) }"
+)
 ROOT = HEAD + "{ kv = MatMul(k, v) s = MatMul(q, kv) r = Sqrt(s) y = Div(s, r) }"
 PRODUCT = HEAD + "{ kv = MatMul(k, v) s = MatMul(q, kv) y = Mul(s, s) }"
 
