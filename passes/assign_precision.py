@@ -14,7 +14,8 @@ reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch norm
 and constants in fp32 (:mod:`optdnn.passes.support.scans_in_fp32`), and in bf16 their decays
 (:mod:`optdnn.passes.support.decays`). Accumulators, statistics and exponentials are fp32 in the kernels. Values that decide
 indices stay fp32 (:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
-(:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store fp16 if they can, and convert in
+(:mod:`optdnn.passes.support.guards`), and products that are divided by their own sums
+(:mod:`optdnn.passes.support.own_sums`). Where these ops are pointwise, they read and store fp16 if they can, and convert in
 registers.
 """
 
@@ -52,6 +53,7 @@ from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.large_scales import large_scales
 from optdnn.passes.support.overflows import growing, largest_values, overflows
+from optdnn.passes.support.own_sums import own_sums
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.support.precision_report import PrecisionLog, ask, half_risks, hazards
@@ -186,7 +188,8 @@ def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog) -> Guards:
         return Guards({})
     found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
     log.tried = largest is not None
-    others = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph)}
+    trial = {**own_sums(graph, largest), **overflows(graph, largest or {})}
+    others = {**trial, **integer_sums(graph), **growing(graph)}
     reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}
     stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}

@@ -222,6 +222,8 @@ def _export(
                 "write a branch on the values of tensors with torch.where or torch.cond; "
                 "exporter='torchscript' keeps the branch that the example inputs take"
             )
+        elif "grouped_mm" in told:
+            hint = "compute the experts by another implementation: model.set_experts_implementation('batched_mm')"
         raise ModelError(f"torch cannot export {type(module).__name__} to ONNX: {told}", hint=hint) from error
 
 

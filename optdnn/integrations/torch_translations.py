@@ -1,19 +1,53 @@
-"""Operators of PyTorch that torch.export's translator to ONNX would write inefficiently, or wrongly.
+"""Operators of PyTorch that torch.export's translator to ONNX does not have, or would write inefficiently or wrongly.
 
-It unrolls the steps of plain recurrent layers. It gives a Conv3d without a bias a bias of shape [C, 2], which only its own
-optimizer removes again.
+It has no adaptive max pooling (CBAM) and no test of all elements. It unrolls the steps of plain recurrent layers. It gives a Conv3d
+without a bias a bias of shape [C, 2], which only its own optimizer removes again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+INT32, BOOL = 6, 9
+"""Types of ONNX."""
 
 
 def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
     """For ``custom_translation_table`` of ``torch.onnx.export``: operator of PyTorch -> function that writes it with onnxscript."""
     aten = torch.ops.aten
-    return {aten.rnn_relu.input: _rnn_relu, aten.rnn_tanh.input: _rnn_tanh, aten.conv3d.default: _conv3d}
+    return {
+        aten.rnn_relu.input: _rnn_relu,
+        aten.rnn_tanh.input: _rnn_tanh,
+        aten.conv3d.default: _conv3d,
+        aten.adaptive_max_pool2d.default: _adaptive_max_pool,
+        aten.adaptive_max_pool3d.default: _adaptive_max_pool,
+        aten._is_all_true.default: _is_all_true,
+    }
+
+
+def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    """The largest elements of windows of equal sizes, and their indices in their image. ``x``: (N, C, sizes) or (C, sizes)."""
+    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+
+    axes = range(-len(output_size), 0)
+    sizes, lead = [x.shape[a] for a in axes], len(x.shape) - len(output_size)
+    if all(out == 1 for out in output_size):
+        largest = op.ArgMax(op.Reshape(x, [0] * lead + [-1]), axis=-1, keepdims=1)
+        return op.ReduceMax(x, list(axes), keepdims=1), op.Unsqueeze(largest, list(axes)[1:])
+    if not all(isinstance(n, int) and n % out == 0 for n, out in zip(sizes, output_size, strict=True)):
+        raise ValueError(f"adaptive max pooling of {sizes} to {list(output_size)} has windows of different sizes")
+    window = [n // out for n, out in zip(sizes, output_size, strict=True)]
+    y, indices = op.MaxPool(x if lead == 2 else op.Unsqueeze(x, [0]), kernel_shape=window, strides=window)
+    indices = op.Mod(indices, math.prod(sizes))  # ONNX counts through all images
+    return (y, indices) if lead == 2 else (op.Squeeze(y, [0]), op.Squeeze(indices, [0]))
+
+
+def _is_all_true(x: Any) -> Any:
+    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+
+    return op.Cast(op.ReduceMin(op.Cast(x, to=INT32), keepdims=0), to=BOOL)
 
 
 def _conv3d(

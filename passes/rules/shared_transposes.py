@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.rules.transpose import Perm, shape_before, sink_transpose, undo
+from optdnn.passes.rules.transpose import Perm, pays, shape_before, sink_transpose, undo
 from optdnn.passes.support.facts import in_shape, is_pointwise, operand, with_rank
 
 
@@ -32,8 +32,8 @@ def shared_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     others = [v for v in made.inputs if v is not None and v != data]
     if not all(_moves(graph, v, perm) for v in others):
         return Miss(f"{made.name} reads another tensor, which would have to be transposed")
-    if isinstance(sink_transpose.function(graph, other), Match):
-        return None
+    if isinstance(sink_transpose.function(graph, other), Match) or pays(graph, other, op):
+        return None  # they move past their readers
 
     def build(patch: Patch) -> Value:
         operands = [

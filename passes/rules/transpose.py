@@ -16,7 +16,16 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, with_rank
+from optdnn.passes.support.facts import (
+    in_shape,
+    integers,
+    ints,
+    is_pointwise,
+    operand,
+    producer,
+    reshape_target,
+    with_rank,
+)
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -65,7 +74,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     user, passage = next(((u, p) for u in movable if (p := _passage(graph, u, given)) is not None), (movable[0], None))
     if passage is None:
         return None
-    if not _pays(graph, op, movable):
+    if not pays(graph, op):
         return Miss("it reaches no other transpose after the operators that it could pass")
     transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
@@ -79,18 +88,19 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((user, *transposes), build)
 
 
-def _pays(graph: Graph, op: Op, users: Sequence[Op]) -> bool:
-    """Whether all paths that begin at ``users``, the readers of the Transpose ``op``, pay.
+def pays(graph: Graph, op: Op, *others: Op) -> bool:
+    """Whether all paths after the Transpose ``op`` pay. ``others``: Transposes by the same permutation that move with it.
 
     Paths may part and meet again (SiLU, squeeze-and-excitation). Then all of them must lead to Transposes that undo ``op``:
     otherwise the norms of keys, say, would leave the order of the queries."""
-    stage = len(graph.users(op.value)) == 1 and _stage_of_constants(graph, users[0], op.value)
+    turned: dict[Value, Perm] = {t.value: op.attrs.perm for t in (op, *others)}
+    users = list(dict.fromkeys(u for v in turned for u in graph.users(v)))
+    stage = len(users) == 1 and _stage_of_constants(graph, users[0], op.value)
     if stage and is_after_anchor(graph, op):
         return True
-    turned: dict[Value, Perm] = {op.value: op.attrs.perm}
-    waiting, passed, parts, undone = list(users), 0, False, True
+    waiting, passed, parts, undone = [u for u in users if u.kind != "Transpose"], 0, False, True
     while waiting:
-        given = [(user, {**_behind_quantization(graph, user), **turned}) for user in waiting]
+        given = [(user, {**_transposed_before(graph, user, turned), **turned}) for user in waiting]
         found = next(((u, p) for u, values in given if (p := _passage(graph, u, values)) is not None), None)
         if found is None or passed == _LOOK_AHEAD:
             return False
@@ -116,17 +126,23 @@ def undo(perm: Perm) -> Perm:
     return tuple(int(i) for i in np.argsort(perm))
 
 
-def _behind_quantization(graph: Graph, op: Op) -> dict[Value, Perm]:
-    """The operands of ``op`` that other Transposes can reach through QuantizeLinears and DequantizeLinears."""
-    found = {}
-    for v in op.inputs:
-        before = producer(graph, v, QUANTIZATION)
-        while before is not None and (further := producer(graph, before.inputs[0], QUANTIZATION)) is not None:
-            before = further
-        transpose = None if before is None else producer(graph, before.inputs[0], {"Transpose"})
-        if v is not None and transpose is not None and transpose.attrs.perm is not None:
-            found[v] = transpose.attrs.perm
-    return found
+def _transposed_before(graph: Graph, op: Op, turned: Turned) -> dict[Value, Perm]:
+    """The operands of ``op`` that other Transposes, by the permutation of its turned operand, can reach."""
+    perm = next(turned[v] for v in op.inputs if v in turned)
+    return {v: perm for v in op.inputs if v is not None and v not in turned and _is_behind(graph, v, perm)}
+
+
+def _is_behind(graph: Graph, value: Value, perm: Perm, steps: int = _STAGES_BACK) -> bool:
+    """Whether only quantization and pointwise ops, at most ``steps`` in a row, lie between Transposes and ``value``."""
+    op = graph.op(value)
+    if op.kind == "Transpose":
+        return bool(op.attrs.perm == perm)
+    quantized = op.kind in QUANTIZATION
+    if not quantized and (not is_pointwise(op) or op.kind == "Pointwise" or op.outputs[0].type.rank != len(perm)):
+        return False
+    given = {v for v in op.inputs[: 1 if quantized else None] if v is not None and graph.constant_value(v) is None}
+    tensors = [v for v in given if shape_before(graph.type(v).shape, perm) is None]  # a Reshape does for the others
+    return steps > 0 and bool(tensors) and all(_is_behind(graph, v, perm, steps - 1) for v in tensors)
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:

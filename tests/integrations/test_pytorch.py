@@ -294,6 +294,62 @@ def test_a_convolution_of_volumes(given: dict[str, Any]) -> None:
     np.testing.assert_allclose(got, _of(net, x).numpy(), atol=2e-6)
 
 
+@needs_torch
+@pytest.mark.parametrize(
+    ("shape", "out"),
+    [
+        ((2, 3, 6, 8), (1, 1)),
+        ((3, 6, 8), (1, 1)),
+        ((2, 3, 6, 8), (3, 2)),
+        ((3, 6, 8), (2, 8)),
+        ((2, 3, 4, 6, 6), (2, 3, 1)),
+    ],
+)
+def test_adaptive_max_pooling(shape: tuple[int, ...], out: tuple[int, ...]) -> None:
+    """Torch's translator does not have it."""
+    pytest.importorskip("onnxscript")
+    pool = (torch.nn.AdaptiveMaxPool2d if len(out) == 2 else torch.nn.AdaptiveMaxPool3d)(out, return_indices=True)
+    torch.manual_seed(0)
+    x = torch.randn(*shape)
+    engine = from_torch(pool.eval(), x, exporter="dynamo", target="reference")
+    got = engine.run({engine.inputs[0].name: x.numpy()})
+    for made, expected in zip(got.values(), pool(x), strict=True):
+        np.testing.assert_array_equal(made, expected.numpy())
+
+
+@needs_torch
+def test_windows_of_different_sizes_are_refused() -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ModelError, match=r"\[7, 8\] to \[2, 2\] has windows of different sizes"):
+        from_torch(torch.nn.AdaptiveMaxPool2d(2).eval(), torch.randn(1, 3, 7, 8), exporter="dynamo")
+
+
+@needs_torch
+@pytest.mark.parametrize("true", [False, True])
+def test_whether_all_elements_are_true(true: bool) -> None:
+    """Torch's translator does not have it."""
+    pytest.importorskip("onnxscript")
+
+    class AllTrue(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.where(torch._is_all_true(x > 0), x, -x)
+
+    x = torch.tensor([1.0, 2.0 if true else -2.0])
+    engine = from_torch(AllTrue().eval(), x, exporter="dynamo", target="reference")
+    (got,) = engine.run({engine.inputs[0].name: x.numpy()}).values()
+    np.testing.assert_array_equal(got, _of(AllTrue(), x).numpy())
+
+
+@needs_torch
+def test_grouped_products_of_experts_get_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("No ONNX function found for <OpOverload(op='transformers.grouped_mm_fallback')>")
+
+    monkeypatch.setattr("optdnn.integrations.pytorch._by_dynamo", fails)
+    with pytest.raises(ModelError, match=r"hint: .*model.set_experts_implementation\('batched_mm'\)"):
+        from_torch(_net(), torch.ones(1, 3, 8, 8), exporter="dynamo")
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 5, 8)])
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
 def test_attention_of_three_and_five_axes(shape: tuple[int, ...], mask: str) -> None:

@@ -9,7 +9,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from test_canonicalize import CANON
 
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Value
 
 HEADS = (0, 2, 1, 3)
 
@@ -57,3 +57,38 @@ def test_another_permutation() -> None:
 
 def test_transposes_that_sink_are_left_to_it() -> None:
     check_pass(CANON, network(joined=True), changes=1, kinds={"Exp": 1, "Mul": 1, "Add": 1, "Transpose": 1})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_paths_that_meet_sink_together(shared: bool) -> None:
+    """Neither Transpose can pass the sum alone."""
+    n = Net()
+    x = n.op("Exp", n.input(1, 4, 3, 2))
+    t = n.transposed(x, 0, 2, 3, 1)
+    a = n.op("Div", n.op("Tanh", t), n.random(4))
+    b = n.op("Add", n.op("Softplus", t if shared else n.transposed(x, 0, 2, 3, 1)), n.random(3, 1, 1))
+    graph = n.done(n.transposed(n.op("Mul", n.op("Add", a, b), n.random(4)), 0, 3, 1, 2))
+    kinds = {"Exp": 1, "Tanh": 1, "Div": 1, "Softplus": 1, "Add": 2, "Mul": 1}
+    check_pass(CANON, graph, changes=7, kinds=kinds)
+
+
+@pytest.mark.parametrize(("mean", "changes"), [(False, 8), (True, 12)])
+def test_paths_that_part_sink_together(mean: bool, changes: int) -> None:
+    def gated(y: Value) -> Value:
+        return n.op("Mul", y, n.op("ReduceMean", y, n.ints(1, 2)) if mean else n.op("Sigmoid", y))
+
+    n = Net()
+    t = n.transposed(n.op("Exp", n.input(1, 4, 3, 2)), 0, 2, 3, 1)
+    graph = n.done(n.transposed(n.op("Add", gated(n.op("Tanh", t)), gated(n.op("Softplus", t))), 0, 3, 1, 2))
+    gates = {"ReduceMean": 2} if mean else {"Sigmoid": 2}
+    check_pass(CANON, graph, changes=changes, kinds={"Exp": 1, "Tanh": 1, "Softplus": 1, **gates, "Mul": 2, "Add": 1})
+
+
+def test_a_path_is_not_moved_back() -> None:
+    """One path moves at a time. shared_transpose must not move it back, although the other cannot move without it."""
+    n = Net()
+    t = n.transposed(n.op("Exp", n.input(1, 4, 3, 2)), 0, 2, 3, 1)
+    a, b = (n.op("Softmax", n.op(kind, t)) for kind in ("Tanh", "Softplus"))
+    graph = n.done(n.transposed(n.op("Add", a, b), 0, 3, 1, 2))
+    kinds = {"Exp": 1, "Tanh": 1, "Softplus": 1, "Softmax": 2, "Add": 1, "Transpose": 3}
+    check_pass(CANON, graph, changes=1, kinds=kinds)
