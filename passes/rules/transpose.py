@@ -128,7 +128,7 @@ def undo(perm: Perm) -> Perm:
 
 def _transposed_before(graph: Graph, op: Op, turned: Turned) -> dict[Value, Perm]:
     """The operands of ``op`` that other Transposes, by the permutation of its turned operand, can reach."""
-    perm = next(turned[v] for v in op.inputs if v in turned)
+    perm = next(turned[v] for v in op.inputs if v is not None and v in turned)
     return {v: perm for v in op.inputs if v is not None and v not in turned and _is_behind(graph, v, perm)}
 
 
