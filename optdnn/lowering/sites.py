@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from optdnn.errors import UnsupportedError
-from optdnn.ir.graph import STRUCTURAL, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Op
 from optdnn.kernels.builder import Builder, Move
 from optdnn.kernels.layout.concats import plan_concats, plan_outputs
 from optdnn.kernels.layout.moves import emit_move
