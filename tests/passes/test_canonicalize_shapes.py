@@ -223,6 +223,18 @@ def test_expands_to_an_unknown_rank_stay() -> None:
     check_refused(CANON, n.done(n.op("Mul", n.input(3, 4, name="x"), wide)), because="a rank is unknown")
 
 
+def test_a_computed_target_stays_where_a_copied_size_may_be_0() -> None:
+    """Pairs of steps: one step has none, and [1, -1, 0] would then have no meaning."""
+    n = Net()
+    x = n.input(N, 4, 2 * symbol("pairs", 0, 4))
+    half = n.op("Slice", x, n.ints(0), n.ints(2**40), n.ints(2), n.ints(2))
+    sizes = n.op("Shape", half)
+    rows = n.op("Mul", n.op("Gather", sizes, n.ints(0)), n.ints(4))
+    target = n.op("Concat", n.ints(1), rows, n.op("Gather", sizes, n.ints(2)), attrs=ConcatAttrs(0))
+    graph = n.done(n.op("Reshape", half, target))
+    check_refused(CANON, graph, because="no constant target", rule="constant_target")
+
+
 def test_targets_that_a_constant_cannot_express_are_refused() -> None:
     n = Net()
     x = n.input(N, 3, M)
