@@ -66,7 +66,7 @@ class Judge:
         lost, start = 0.0, 0
         near: list[Margins] = []
         for part, wanted in pairs:
-            end = min(start + batch_of(engine), len(samples))
+            end = min(start + batch_of(engine, samples).size, len(samples))
             labels = None if samples.labels is None else samples.labels[start:end]
             lost += self.metric.drop(part, wanted, labels) * (end - start)
             if self.metric.margins is not None:
@@ -98,20 +98,19 @@ class Outputs:
 
 
 def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
-    """An engine's outputs by name, batch by batch; an engine of a fixed batch takes only whole batches.
+    """An engine's outputs by name, batch by batch, without a last batch that is too small for the engine.
 
     Raises UsageError if the samples do not fill one batch, DoesNotRun if the engine fails."""
-    size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}
-    fixed = isinstance(engine.inputs[0].shape[0], int)
-    if fixed and len(samples) < size:
+    batch, dtypes = batch_of(engine, samples), {s.name: s.dtype for s in engine.inputs}
+    if len(samples) < batch.least:
         raise UsageError(
-            f"the network's batch is {size}, and one part of the data has {len(samples)} samples",
+            f"the network's batch is {batch.least}, and one part of the data has {len(samples)} samples",
             hint="give more data, or build for a smaller batch: --shape",
         )
     try:
         context = engine.context()
-        for feeds in samples.batches(size):
-            if fixed and len(next(iter(feeds.values()))) < size:
+        for feeds in samples.batches(batch.size):
+            if len(next(iter(feeds.values()))) < batch.least:
                 return
             yield dict(context.run({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()}))
     except OptdnnError as error:
@@ -122,7 +121,22 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     return {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
 
 
-def batch_of(engine: Engine) -> int:
-    """Samples per call: the network's own batch, if it is fixed."""
+class Batch(NamedTuple):
+    """Samples per call, and the fewest that an engine takes."""
+
+    least: int
+    size: int
+
+
+def batch_of(engine: Engine, samples: Samples) -> Batch:
+    """The network's own batch, if it is fixed; otherwise RUN_BATCH samples, within the range of the first profile that takes a
+    sample's other sizes."""
     first = engine.inputs[0].shape[0]
-    return first if isinstance(first, int) else RUN_BATCH
+    if isinstance(first, int):
+        return Batch(first, first)
+    others = [pair for s in engine.inputs for pair in zip(s.shape[1:], samples.feeds[s.name].shape[1:], strict=True)]
+    for profile in engine.profiles:
+        if first in profile and all(size in profile[d] for d, size in others if isinstance(d, str) and d in profile):
+            least, most = profile[first].min, profile[first].max
+            return Batch(max(least, 1), max(least, 1, min(RUN_BATCH, most)))
+    return Batch(1, RUN_BATCH)
