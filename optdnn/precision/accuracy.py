@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optdnn.calibration.data import Batch, batch_of
 from optdnn.errors import OptdnnError, RunError, UsageError
 from optdnn.precision.margins import Margins, merged
 from optdnn.precision.metrics import Metric
@@ -66,7 +67,7 @@ class Judge:
         lost, start = 0.0, 0
         near: list[Margins] = []
         for part, wanted in pairs:
-            end = min(start + batch_of(engine, samples).size, len(samples))
+            end = min(start + _batch(engine, samples).size, len(samples))
             labels = None if samples.labels is None else samples.labels[start:end]
             lost += self.metric.drop(part, wanted, labels) * (end - start)
             if self.metric.margins is not None:
@@ -101,7 +102,7 @@ def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
     """An engine's outputs by name, batch by batch, without a last batch that is too small for the engine.
 
     Raises UsageError if the samples do not fill one batch, DoesNotRun if the engine fails."""
-    batch, dtypes = batch_of(engine, samples), {s.name: s.dtype for s in engine.inputs}
+    batch, dtypes = _batch(engine, samples), {s.name: s.dtype for s in engine.inputs}
     if len(samples) < batch.least:
         raise UsageError(
             f"the network's batch is {batch.least}, and one part of the data has {len(samples)} samples",
@@ -121,22 +122,5 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     return {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
 
 
-class Batch(NamedTuple):
-    """Samples per call, and the fewest that an engine takes."""
-
-    least: int
-    size: int
-
-
-def batch_of(engine: Engine, samples: Samples) -> Batch:
-    """The network's own batch, if it is fixed; otherwise RUN_BATCH samples, within the range of the first profile that takes a
-    sample's other sizes."""
-    first = engine.inputs[0].shape[0]
-    if isinstance(first, int):
-        return Batch(first, first)
-    others = [pair for s in engine.inputs for pair in zip(s.shape[1:], samples.feeds[s.name].shape[1:], strict=True)]
-    for profile in engine.profiles:
-        if first in profile and all(size in profile[d] for d, size in others if isinstance(d, str) and d in profile):
-            least, most = profile[first].min, profile[first].max
-            return Batch(max(least, 1), max(least, 1, min(RUN_BATCH, most)))
-    return Batch(1, RUN_BATCH)
+def _batch(engine: Engine, samples: Samples) -> Batch:
+    return batch_of(engine.inputs, engine.profiles, RUN_BATCH, {n: a.shape for n, a in samples.feeds.items()})
