@@ -210,7 +210,7 @@ def parse_values(texts: Sequence[str]) -> dict[str, Any]:
 
 def parse_pins(texts: Sequence[str]) -> dict[str, str]:
     """``("head*=fp32",)`` as a mapping from patterns of node names to precisions."""
-    pins = {}
+    pins: dict[str, str] = {}
     for text in texts:
         nodes, _, precision = text.rpartition("=")
         if not nodes:

@@ -219,7 +219,7 @@ class Context(HostContext):
             offers, given = self._arena, self._no_outs
             if out is not None:
                 given = self.signature.out_buffers(out, self._sizes, arrays)
-                offers = offers | {i: a for i, a in zip(runner.outputs, given, strict=True) if self._takes(i, a)}
+                offers = offers | {i: a for i, a in zip(runner.outputs, given, strict=True) if self._takes(a, i)}
             self._run_steps(values, offers, times)
             return self._collect(values, arrays, given)
         except MemoryError as e:
@@ -272,9 +272,9 @@ class Context(HostContext):
 
     def _offers(self, outs: Sequence[Array | None]) -> list[Array | None]:
         """The buffers of the caller that the single step writes in place."""
-        return [a if self._takes(i, a) else None for i, a in zip(self.program.steps[0].outputs, outs, strict=True)]
+        return [a if self._takes(a, i) else None for i, a in zip(self.program.steps[0].outputs, outs, strict=True)]
 
-    def _takes(self, i: int, buffer: Array | None) -> TypeGuard[Array]:
+    def _takes(self, buffer: Array | None, i: int) -> TypeGuard[Array]:
         """Whether a step may write a result in the caller's buffer: its sizes are certain, and it has elements."""
         return buffer is not None and buffer.size > 0 and self._expected[i].shape == buffer.shape
 
