@@ -177,7 +177,8 @@ def _build(
     planned = mixture = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
+            checked = partial(_facts_of_plan, options=options, known=known)
+            planned = target.plan_sizes(source, graph, options, checked, account, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         with _timed(seconds, "passes"):
@@ -288,6 +289,14 @@ def _run_passes(
     decide: Decide | None = mixture if like is None else _recorded_plan(like)
     stop = AssignPrecision.name if options.precision == AUTO else None
     return optimize(graph, options, options.target, say, stop_before=stop, account=account, decide=decide), mixture
+
+
+def _facts_of_plan(
+    graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, known: Sequence[str]
+) -> dict[str, Any]:
+    """:func:`optdnn.build_facts.build_facts`, if each pin fits a node. Plans ask for it before they measure anything."""
+    check_pins(options.precision_map, graph, known)
+    return build_facts(graph, passes, options=options)
 
 
 def _recorded_plan(like: Program) -> Decide | None:
