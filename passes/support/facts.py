@@ -220,12 +220,12 @@ def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     a dimension is 0, which a target would read as "copy", or if a copied dimension may be 0 next to a -1, which is then undefined.
     """
     target = _target(before, after)
-    if target is not None and -1 in target and any(not n and _may_be_0(d) for d, n in zip(after, target, strict=True)):
+    if target is not None and -1 in target and any(not n and may_be_0(d) for d, n in zip(after, target, strict=True)):
         return None
     return target
 
 
-def _may_be_0(d: DimLike) -> bool:
+def may_be_0(d: DimLike) -> bool:
     """Whether a dimension may be 0. Sizes without a range are taken to be positive: few networks run without elements."""
     if isinstance(d, int):
         return d == 0
