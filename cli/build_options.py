@@ -69,7 +69,7 @@ PRECISION_OPTIONS = [
            shell_complete=words(*PRECISIONS, "auto"),
            help="fp32, tf32, bf16, fp16, int8, fp8, w8, w4, w4a8 (packed weights), int8+fp16 (the faster), or auto (in a bound)."),
     option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
-           help="Another precision for some nodes: --pin 'head*=fp32'."),
+           help="Another precision for some nodes: --pin 'head*=fp32'. A full name counts first, then the last pattern."),
     option("--strict-precision", is_flag=True, group=PRECISION, help="Fail if a node does not run in the requested precision."),
 ]  # fmt: skip
 CALIBRATION_OPTIONS = [
@@ -210,10 +210,11 @@ def parse_values(texts: Sequence[str]) -> dict[str, Any]:
 
 def parse_pins(texts: Sequence[str]) -> dict[str, str]:
     """``("head*=fp32",)`` as a mapping from patterns of node names to precisions."""
-    pins = {}
+    pins: dict[str, str] = {}
     for text in texts:
         nodes, _, precision = text.rpartition("=")
         if not nodes:
             raise UsageError(f"--pin {text!r} is not NODES=PRECISION", hint="for instance --pin 'head*=fp32'")
+        pins.pop(nodes, None)  # given again, it takes the place of the later one
         pins[nodes] = precision
     return pins

@@ -184,7 +184,8 @@ def _build(
     planned = mixture = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            planned = target.plan_sizes(source, graph, options, facts, precision_log, cache, say, like)
+            checked = partial(_facts_of_plan, options=options, known=known)
+            planned = target.plan_sizes(source, graph, options, checked, precision_log, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         with _timed(seconds, "passes"):
@@ -306,6 +307,14 @@ def _run_passes(
         graph, options, options.target, say, stop_before=stop, precision_log=precision_log, decide=decide
     )
     return reports, mixture
+
+
+def _facts_of_plan(
+    graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, known: Sequence[str]
+) -> dict[str, Any]:
+    """:func:`optdnn.build_facts.build_facts`, if each pin fits a node. Plans ask for it before they measure anything."""
+    check_pins(options.precision_map, graph, known)
+    return build_facts(graph, passes, options=options)
 
 
 def _recorded_plan(like: Program) -> Decide | None:

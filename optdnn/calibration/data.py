@@ -11,13 +11,14 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from optdnn.calibration.images import ImageSpec, RawPictures, read_image
 from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, OutputError, UsageError
+from optdnn.ranges import Profile
 from optdnn.regular_file import check_regular
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.pictures.files import decoded, pictures_in
@@ -30,6 +31,31 @@ Pictures: TypeAlias = ImageSpec | RawPictures
 """How pictures become inputs: prepared outside of the network, or by the network itself."""
 BATCH = 8
 """Samples per batch if the network's own batch is symbolic."""
+
+
+class Batch(NamedTuple):
+    """Samples per run, and the fewest that the network takes."""
+
+    least: int
+    size: int
+
+
+def batch_of(
+    inputs: Sequence[TensorSpec], profiles: Sequence[Profile], usual: int, given: Mapping[str, Sequence[int]]
+) -> Batch:
+    """The network's own batch, if it is fixed. Otherwise ``usual`` samples, within the range of the first profile that takes the
+    other sizes of the samples. ``given``: by input, the shape of an array of samples (inputs may be left out)."""
+    firsts = [s.shape[0] for s in inputs if s.shape]
+    fixed = next((d for d in firsts if isinstance(d, int)), None)
+    if fixed is not None:
+        return Batch(fixed, fixed)
+    others = [pair for s in inputs if s.name in given for pair in zip(s.shape[1:], given[s.name][1:], strict=True)]
+    for profile in profiles:
+        ranges = [profile[d] for d in firsts if isinstance(d, str) and d in profile]
+        if ranges and all(size in profile[d] for d, size in others if isinstance(d, str) and d in profile):
+            least = max(1, *(r.min for r in ranges))
+            return Batch(least, max(least, min(usual, *(r.max for r in ranges))))
+    return Batch(1, usual)
 
 
 @dataclass
@@ -48,8 +74,10 @@ class CalibrationData:
     """An object that must live as long as this one."""
 
 
-def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None = None) -> CalibrationData:
-    """Calibration data for a network with these inputs.
+def open_data(
+    source: Any, inputs: Sequence[TensorSpec], images: Pictures | None = None, profiles: Sequence[Profile] = ()
+) -> CalibrationData:
+    """Calibration data for a network with these inputs, in batches within the ranges of ``profiles``.
 
     ``source`` is one of these:
 
@@ -66,12 +94,12 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None
         raise UsageError("the network has no inputs: there is nothing to calibrate", hint="leave the precision out")
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
-        return _of_folder(path, inputs, images) if path.is_dir() else _of_file(path, inputs)
+        return _of_folder(path, inputs, images, profiles) if path.is_dir() else _of_file(path, inputs, profiles)
     if isinstance(source, np.ndarray):
-        return _of_arrays("the calibration array", {_only(inputs): source}, inputs)
+        return _of_arrays("the calibration array", {_only(inputs): source}, inputs, profiles)
     if isinstance(source, Mapping):
         arrays = {str(k): _array(v, f"the calibration arrays: {k!r}") for k, v in source.items()}
-        return _of_arrays("the calibration arrays", arrays, inputs)
+        return _of_arrays("the calibration arrays", arrays, inputs, profiles)
     if callable(source):
         return _of_iterable(source, inputs)
     if isinstance(source, Iterator):
@@ -96,7 +124,7 @@ def _only(inputs: Sequence[TensorSpec]) -> str:
 # ---------------------------------------------------------------- arrays
 
 
-def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
+def _of_file(path: Path, inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> CalibrationData:
     try:
         check_regular(path)
         found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
@@ -117,7 +145,7 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
             f"{path} is not a .npz or .npy file of plain arrays" + (f": {why}" if why else ""),
             hint="write it with numpy.savez, or give a folder of pictures",
         ) from None
-    return _of_arrays(str(path), arrays, inputs)
+    return _of_arrays(str(path), arrays, inputs, profiles)
 
 
 def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -133,7 +161,9 @@ def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> di
     )
 
 
-def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> CalibrationData:
+def _of_arrays(
+    name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec], profiles: Sequence[Profile]
+) -> CalibrationData:
     """Arrays with all samples along the first axis, in batches."""
     specs = {s.name: s for s in inputs}
     if missing := [n for n in specs if n not in arrays]:
@@ -161,7 +191,8 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
             f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
             hint="give an iterable of feeds",
         )
-    starts = _starts(name, len(used[inputs[0].name]), "samples", inputs)
+    batch = batch_of(inputs, profiles, BATCH, {n: a.shape for n, a in used.items()})
+    starts = _starts(name, len(used[inputs[0].name]), "samples", batch)
 
     def batches() -> Iterator[dict[str, Array]]:
         for k, start in enumerate(starts):
@@ -179,18 +210,18 @@ def _one_feed(name: str, used: Mapping[str, Rows], inputs: Sequence[TensorSpec])
     return CalibrationData(name, batches, _digest(used), 1)
 
 
-def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> range:
+def _starts(name: str, count: int, what: str, batch: Batch) -> range:
     """The starts of batches in ``count`` samples: a range up to the samples used, in steps of a batch.
 
-    A fixed batch leaves out the samples that do not fill one. Raises InputError if the samples do not fill a single batch.
+    Samples that do not fill the smallest batch are left out at the end. Raises InputError if all of them do not fill one.
     """
-    fixed = next((d for s in inputs if s.shape and isinstance(d := s.shape[0], int)), None)
-    size = min(BATCH, count) if fixed is None else fixed
-    if count < size:
+    size, rest = min(batch.size, max(count, 1)), count % batch.size
+    if count < batch.least:
         raise InputError(
-            f"{name} has {count} {what}, a batch of the network is {size}", hint=f"give at least {size} {what}"
+            f"{name} has {count} {what}, a batch of the network is {batch.least}",
+            hint=f"give at least {batch.least} {what}",
         )
-    return range(0, count if fixed is None else count // size * size, size)
+    return range(0, count - rest if rest < batch.least else count, size)
 
 
 def _array(given: Any, what: str) -> Array:
@@ -253,14 +284,16 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
 # ---------------------------------------------------------------- folders and iterables
 
 
-def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: Pictures | None) -> CalibrationData:
+def _of_folder(
+    path: Path, inputs: Sequence[TensorSpec], images: Pictures | None, profiles: Sequence[Profile]
+) -> CalibrationData:
     files = pictures_in(path)
     name = _only(inputs)
     spec = ImageSpec() if images is None else images
     (declared,) = inputs
     if not declared.shape:
         raise InputError(f"{path}: input {declared} takes no pictures")
-    starts = _starts(str(path), len(files), "pictures", inputs)
+    starts = _starts(str(path), len(files), "pictures", batch_of(inputs, profiles, BATCH, {}))
     digest = hashlib.sha256(repr(spec).encode())
     for file in files:
         digest.update(str(file.relative_to(path)).encode() + file.read_bytes())

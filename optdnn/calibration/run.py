@@ -63,7 +63,7 @@ def calibrate(
     if method not in CALIBRATORS:
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(CALIBRATORS)}")
     specs = input_specs(graph)
-    source = open_data(data, specs, images)
+    source = open_data(data, specs, images, graph.profiles)
     kept = CalibrationCache.open(cache, graph_digest(graph), source.digest, f"{method} {bins}")
     if kept.result is not None:
         progress("calibration from the cache")
@@ -109,7 +109,7 @@ def second_moments(
 
     Raises UsageError for data that cannot be read, InputError for data that does not fit or has values that are not finite.
     """
-    source = open_data(data, input_specs(graph), images)
+    source = open_data(data, input_specs(graph), images, graph.profiles)
     _check_not_constant(source)
     for group in _fitting(graph, wanted, MOMENTS_BYTES):
         runner, sums, rows = _Runner(graph, group), dict[str, Array](), dict[str, int]()

@@ -104,7 +104,7 @@ def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Arra
     if options.calib is None:
         return {}
     images = pictures_of(options)
-    batches = open_data(options.calib, specs(original), images).batches()
+    batches = open_data(options.calib, specs(original), images, original.profiles).batches()
     return dict(next(iter(batches), {}))
 
 

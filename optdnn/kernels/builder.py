@@ -244,6 +244,12 @@ class Builder:
             )
         return self._constants[blob]
 
+    def place_empty(self, value: Value) -> TensorView:
+        """The place of a value without elements: a constant, since no step writes it."""
+        out = self.graph.output(value)
+        self.place[value] = self.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
+        return self.place[value]
+
     def rearranged(self, x: TensorView, name: str, strides: Sequence[int] | None = None) -> TensorView:
         """A constant's elements with other strides (None: without gaps), and zeros in the gaps."""
         blob = self.buffers[x.buffer].blob

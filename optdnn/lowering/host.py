@@ -202,10 +202,11 @@ class HostSide:
         if here is None:
             return None
         op, t = b.graph.op(value), b.graph.type(value)
+        if 0 in t.static_shape:
+            return b.place_empty(value)
         target = b.target(value)
         staged = target if target.dense else b.new(f"{b.graph.output(value).name}.dense", t.dtype, t.static_shape)
-        if target.size:
-            b.plan.append(copy_step(TO_DEVICE, here, staged.buffer, staged.offset, sorted(op.src)))
+        b.plan.append(copy_step(TO_DEVICE, here, staged.buffer, staged.offset, sorted(op.src)))
         if staged is not target:
             b.move(op, staged, target)
         return target

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from optdnn.errors import UnsupportedError
-from optdnn.ir.graph import STRUCTURAL, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Op
 from optdnn.kernels.builder import Builder, Move
 from optdnn.kernels.layout.concats import plan_concats, plan_outputs
 from optdnn.kernels.layout.moves import emit_move
@@ -74,8 +72,8 @@ class Planner:
     def _plan(self, op: Op) -> None:
         b, host = self.b, self.host
         if all(out.type.is_static and 0 in out.type.static_shape for out in op.outputs):
-            for port, out in enumerate(op.outputs):  # nothing to compute: a constant without elements
-                b.place[Value(op.id, port)] = b.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
+            for value in op.values:  # nothing to compute
+                b.place_empty(value)
             return
         why = host.must(op) or self.to_host.get(op.id)
         if why is None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optdnn.calibration.data import Batch, batch_of
 from optdnn.errors import OptdnnError, RunError, UsageError
 from optdnn.precision.margins import Margins, merged
 from optdnn.precision.metrics import Metric
@@ -66,7 +67,7 @@ class Judge:
         lost, start = 0.0, 0
         near: list[Margins] = []
         for part, wanted in pairs:
-            end = min(start + batch_of(engine), len(samples))
+            end = min(start + _batch(engine, samples).size, len(samples))
             labels = None if samples.labels is None else samples.labels[start:end]
             lost += self.metric.drop(part, wanted, labels) * (end - start)
             if self.metric.margins is not None:
@@ -98,20 +99,19 @@ class Outputs:
 
 
 def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
-    """An engine's outputs by name, batch by batch; an engine of a fixed batch takes only whole batches.
+    """An engine's outputs by name, batch by batch, without a last batch that is too small for the engine.
 
     Raises UsageError if the samples do not fill one batch, DoesNotRun if the engine fails."""
-    size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}
-    fixed = isinstance(engine.inputs[0].shape[0], int)
-    if fixed and len(samples) < size:
+    batch, dtypes = _batch(engine, samples), {s.name: s.dtype for s in engine.inputs}
+    if len(samples) < batch.least:
         raise UsageError(
-            f"the network's batch is {size}, and one part of the data has {len(samples)} samples",
+            f"the network's batch is {batch.least}, and one part of the data has {len(samples)} samples",
             hint="give more data, or build for a smaller batch: --shape",
         )
     try:
         context = engine.context()
-        for feeds in samples.batches(size):
-            if fixed and len(next(iter(feeds.values()))) < size:
+        for feeds in samples.batches(batch.size):
+            if len(next(iter(feeds.values()))) < batch.least:
                 return
             yield dict(context.run({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()}))
     except OptdnnError as error:
@@ -122,7 +122,5 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     return {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
 
 
-def batch_of(engine: Engine) -> int:
-    """Samples per call: the network's own batch, if it is fixed."""
-    first = engine.inputs[0].shape[0]
-    return first if isinstance(first, int) else RUN_BATCH
+def _batch(engine: Engine, samples: Samples) -> Batch:
+    return batch_of(engine.inputs, engine.profiles, RUN_BATCH, {n: a.shape for n, a in samples.feeds.items()})

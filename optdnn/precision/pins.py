@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
-from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.passes.support.precision import key
+from optdnn.passes.support.precision import fits, key, pin_of
 from optdnn.passes.support.precision_choices import PrecisionChoice
 
 SHOWN = 3
@@ -21,7 +19,7 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str]) -> None:
     ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
     names = {n for op in ops for n in op.src} | {key(op) for op in ops} | set(known)
     for pattern in pins:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fits(pattern, name) for name in names):
             close = get_close_matches(pattern.strip("*"), sorted(names), SHOWN, 0.5) or sorted(
                 n for n in names if pattern.strip("*").lower() in n.lower()
             )
@@ -33,25 +31,21 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str]) -> None:
 
 
 def pinned(pins: Mapping[str, str], choices: Iterable[PrecisionChoice]) -> dict[str, tuple[str, str]]:
-    """Op key -> (precision, its pattern). If several patterns fit one node, the last counts. If several nodes are in one fused
-    op, the most accurate precision counts.
+    """Op key -> (precision, its pattern: :func:`optdnn.passes.support.precision.pin_of`).
 
     Raises UsageError for a precision that the op does not have, with the reason.
     """
     found: dict[str, tuple[str, str]] = {}
     for choice in choices:
-        for name in (*choice.nodes, choice.key):
-            last = [(p, pattern) for pattern, p in pins.items() if fnmatchcase(name, pattern)][-1:]
-            if last and (
-                choice.key not in found or PRECISIONS.index(last[0][0]) < PRECISIONS.index(found[choice.key][0])
-            ):
-                found[choice.key] = last[0]
-        precision, pattern = found.get(choice.key, ("fp32", ""))
-        if precision not in choice.precisions:
+        names = (*choice.nodes, choice.key)
+        pattern = pin_of(pins, names)
+        if pattern is None:
+            continue
+        if pins[pattern] in choice.precisions:
+            found[choice.key] = pins[pattern], pattern
+        elif pattern in names:
             # A pattern that covers many nodes pins only the nodes that can have the precision; a node named in full must be able
             # to.
-            if pattern in (*choice.nodes, choice.key):
-                why = choice.refused.get(precision, "the target does not offer it")
-                raise UsageError(f"--pin {pattern}={precision}: {choice.kind} cannot run in {precision}: {why}")
-            del found[choice.key]
+            why = choice.refused.get(pins[pattern], "the target does not offer it")
+            raise UsageError(f"--pin {pattern}={pins[pattern]}: {choice.kind} cannot run in {pins[pattern]}: {why}")
     return found

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration import input_specs
+from optdnn.calibration.data import batch_of
 from optdnn.config import PACKED_WEIGHTS
 from optdnn.errors import OptdnnError
 from optdnn.ir.digest import graph_digest
@@ -120,9 +121,10 @@ class Sensitivities:
 
 
 def batches_of(graph: Graph, samples: Samples) -> list[Samples]:
-    """The batches for the average of sensitivities: one of SAMPLES, or up to MOST_BATCHES of the network's own batch."""
-    own = input_specs(graph)[0].shape[0]
-    size = own if isinstance(own, int) else min(SAMPLES, len(samples))
+    """The batches for the average of sensitivities: one of SAMPLES, or up to MOST_BATCHES of the network's own or largest batch."""
+    shapes = {n: a.shape for n, a in samples.feeds.items()}
+    batch = batch_of(input_specs(graph), graph.profiles, SAMPLES, shapes)
+    size = max(batch.least, min(batch.size, len(samples)))
     count = max(1, min(MOST_BATCHES, SAMPLES // size, len(samples) // size))
     return [samples.take(slice(k * size, (k + 1) * size)) for k in range(count)]
 

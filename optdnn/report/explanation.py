@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
+from optdnn.passes.support.precision import pin_of
 from optdnn.runtime.program import Program
 
 SHOWN = 8
@@ -116,7 +116,7 @@ class Explanations:
         if self._runs is None:
             return {}
         plan = found.get("plan", {})
-        pin = next((p for p in plan.get("nodes", {}) if name == p or fnmatchcase(name, p)), None)
+        pin = pin_of(plan.get("nodes", {}), (name,))
         asked = plan["nodes"][pin] if pin is not None else plan.get("default", "")
         if runs == [asked]:
             reason = "pinned" if pin is not None else "as asked of the whole network"

@@ -107,9 +107,11 @@ def plan_profiles(
             kept = ConstantCache(shared=common)
             with _located(symbolic, base, options, k, opt):
                 graph, passes = _optimized(base, opt, options, say, kept, precision_log if first is None else None)
+            facts = meta(graph, passes)
+            with _located(symbolic, base, options, k, opt):
                 prior = like[len(plans)] if like else None
                 tuned = choose(graph) if prior is None else None
-                program, tried = finish(graph, options, gpu, meta(graph, passes), say, tuned, kept, prior)
+                program, tried = finish(graph, options, gpu, facts, say, tuned, kept, prior)
             measured = tuned is not None or (prior is not None and is_tuned(prior))
             program.meta[PLANNED] = {"by": MEASURED if measured else "the cost model"}
             first_runs += [] if tried is None else [tried]

@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import integers, may_be_0, operand, reshape_target, reshaped, shape_of
 from optdnn.types import Shape
 
 _READS = 64
@@ -51,11 +51,13 @@ def sizes(patch: Patch, shape: Shape) -> Value:
 
 
 def can_reshape(graph: Graph, before: Shape, after: Shape) -> bool:
-    """Whether :func:`reshaped_to` can write a Reshape from ``before`` to ``after``."""
+    """Whether :func:`reshaped_to` can write a Reshape from ``before`` to ``after``. Beside a -1, no size may be 0."""
     if reshape_target(before, after) is not None:
         return True
     unknown = [d for d in after if not isinstance(d, int) and axis_of(graph, d) is None]
-    return len(unknown) <= 1 and 0 not in after
+    if not unknown:
+        return 0 not in after
+    return len(unknown) == 1 and not any(may_be_0(d) for d in after if d != unknown[0])
 
 
 def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
@@ -66,7 +68,9 @@ def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
     target = reshape_target(before, after)
     if target is not None:
         return reshaped(patch, value, target)
-    return patch.add("Reshape", [value, sizes(patch, after)], ReshapeAttrs())
+    whole = can_read(patch.graph, after)  # without a -1, a size of 0 is one, and copies nothing
+    attrs = ReshapeAttrs(allowzero=whole and any(map(may_be_0, after)))
+    return patch.add("Reshape", [value, sizes(patch, after)], attrs)
 
 
 @rule("input_target", {"Reshape", "Expand"})

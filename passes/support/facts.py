@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.dim import Dim, DimLike
+from optdnn.dim import INF, Dim, DimLike, bounds, substitute, symbol
 from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
@@ -216,9 +216,25 @@ def channels_from_last(rank: int) -> tuple[int, ...]:
 def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     """A constant target with which ONNX Reshape (``allowzero`` off) turns ``before`` into ``after``.
 
-    0 copies a symbolic dimension that keeps its axis; one -1 stands for another symbolic dimension. None if two would be needed, or
-    if a dimension is 0, which a target would read as "copy".
+    0 copies a symbolic dimension that keeps its axis; one -1 stands for another symbolic dimension. None if two would be needed, if
+    a dimension is 0, which a target would read as "copy", or if a copied dimension may be 0 next to a -1, which is then undefined.
     """
+    target = _target(before, after)
+    if target is not None and -1 in target and any(not n and may_be_0(d) for d, n in zip(after, target, strict=True)):
+        return None
+    return target
+
+
+def may_be_0(d: DimLike) -> bool:
+    """Whether a dimension may be 0. Sizes without a range are taken to be positive: few networks run without elements."""
+    if isinstance(d, int):
+        return d == 0
+    positive: dict[str, DimLike] = {s.name: symbol(s.name, 1) for s in d.symbols() if (s.lo, s.hi) == (0, INF)}
+    return bounds(substitute(d, positive))[0] < 1
+
+
+def _target(before: Shape, after: Shape) -> tuple[int, ...] | None:
+    """:func:`reshape_target`, also where a copied dimension may be 0."""
     target: list[int] = []
     for i, d in enumerate(after):
         if isinstance(d, int):
@@ -253,7 +269,7 @@ def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = 
     sizes = tuple(d for d in shape if isinstance(d, int))
     if 0 in sizes and len(sizes) == len(shape):
         return patch.add("Reshape", [x, integers(patch, sizes, "shape")], ReshapeAttrs(allowzero=True), src=src)
-    target = reshape_target(patch.type(x).dims, shape)
+    target = _target(patch.type(x).dims, shape)
     assert target is not None, "no constant target can express the shape"
     return reshaped(patch, x, target, src)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,14 +37,35 @@ def key(op: Op) -> str:
     return op.outputs[0].name
 
 
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern (with * and ?) fits a node's name. A name fits itself, also if it has brackets."""
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+def last_fit(patterns: Iterable[str], names: Collection[str]) -> str | None:
+    """The last pattern that fits one of the names."""
+    return next((p for p in reversed(list(patterns)) if any(fits(p, name) for name in names)), None)
+
+
+def pin_of(pins: Mapping[str, str], names: Collection[str]) -> str | None:
+    """The pattern in ``pins`` (pattern -> precision) that counts for an op of these nodes; None if none fits.
+
+    A node's full name takes precedence over patterns. If several nodes of one op are named, the most accurate precision counts. Of
+    several patterns, the last one counts.
+    """
+    full = [name for name in sorted(names) if name in pins]
+    if full:
+        return min(full, key=lambda name: PRECISIONS.index(pins[name]))
+    return last_fit(pins, names)
+
+
 @dataclass(frozen=True)
 class PrecisionPlan:
     """A precision for each op. ``nodes`` maps an op's :func:`key`, or a pattern for the names of its ONNX nodes, to a precision.
 
-    A key takes precedence over patterns, and an earlier pattern over a later one. ``default`` is for every op that ``nodes`` does
-    not name. ``base`` is the float precision of ops that cannot run in ``default``. Ops whose keys are ``in_base`` run in it, too:
-    they are not ``named``, so what protects fp16 still applies to them. ``reasons`` maps ops in the same way to a text that
-    explains their precision.
+    A key takes precedence over all else (:func:`pin_of`). ``default`` is for every op that ``nodes`` does not name. ``base`` is the
+    float precision of ops that cannot run in ``default``. Ops whose keys are ``in_base`` run in it, too: they are not ``named``, so
+    what protects fp16 still applies to them. ``reasons`` maps ops in the same way to a text that explains their precision.
     """
 
     default: str = "fp32"
@@ -74,24 +95,19 @@ class PrecisionPlan:
 
     def of(self, op: Op) -> str:
         """The precision that the plan asks for."""
-        return self._find(self.nodes, op) or (self.base if key(op) in self.in_base else self.default)
+        return self._pinned(op) or (self.base if key(op) in self.in_base else self.default)
 
     def reason(self, op: Op) -> str | None:
-        return self._find(self.reasons, op)
+        pattern = key(op) if key(op) in self.reasons else last_fit(self.reasons, op.src)
+        return None if pattern is None else self.reasons[pattern]
 
     def named(self, op: Op) -> bool:
         """Whether ``nodes`` names the op."""
-        return self._find(self.nodes, op) is not None
+        return self._pinned(op) is not None
 
-    @staticmethod
-    def _find(table: Mapping[str, str], op: Op) -> str | None:
-        found = table.get(key(op))
-        if found is not None or not table:
-            return found
-        for pattern, value in table.items():
-            if any(fnmatchcase(name, pattern) for name in op.src):
-                return value
-        return None
+    def _pinned(self, op: Op) -> str | None:
+        pattern = key(op) if key(op) in self.nodes else pin_of(self.nodes, op.src)
+        return None if pattern is None else self.nodes[pattern]
 
     @property
     def quantizes(self) -> bool:

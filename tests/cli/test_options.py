@@ -16,6 +16,7 @@ import pytest
 from support.cli import Cli
 
 import optdnn
+from optdnn.cli.build_options import parse_pins
 from optdnn.cli.common import stdout, table
 from optdnn.cli.foreign_options import ADVICE, OTHER_WORDS
 from optdnn.cli.main import COMMANDS, completion_line
@@ -320,3 +321,8 @@ def test_a_table_that_is_cut_fits_the_terminal(
     monkeypatch.setattr(stdout, "_force_terminal", False)
     stdout.print(table(None, columns, rows, clip=[3]))
     assert ("a long name " * 11).rstrip() in capsys.readouterr().out  # not cut in a file
+
+
+def test_a_pin_given_again_takes_the_later_place() -> None:
+    """The last pattern counts, so a pattern that is given twice must not keep its first place."""
+    assert list(parse_pins(["a*=fp16", "b=fp32", "a*=fp32"]).items()) == [("b", "fp32"), ("a*", "fp32")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.check import from_text
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
@@ -63,3 +64,18 @@ def test_a_result_without_elements_is_written_by_the_step_of_the_others() -> Non
 def test_a_result_without_elements_that_no_step_writes_is_a_constant() -> None:
     n = Net()
     outputs(n.done(*n.op("Split", n.input(2, 4), n.ints(0, 4), attrs=SplitAttrs(-1), outputs=2)))
+
+
+def test_a_result_without_elements_that_the_host_computes_is_a_constant() -> None:
+    """A loop of no iterations runs on the host. A kernel reads its empty rows; the carried value has elements."""
+    graph = from_text("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[2,4] x) => (float[2,4] last, float[2,4] sum, float[1,2,4] rows)
+        <int64 n = {0}, bool go = {1}, int64[1] axis = {0}> {
+            last, made = Loop(n, go, x) <body = b (int64 i, bool c, float[2,4] h) => (bool c2, float[2,4] h2, float[2,4] e) {
+                c2 = Identity(c)  h2 = Tanh(h)  e = Neg(h2)
+            }>
+            sum = ReduceSum<keepdims = 0>(made, axis)
+            one = Unsqueeze(x, axis)
+            rows = Concat<axis = 0>(made, one)
+        }""")
+    outputs(graph)

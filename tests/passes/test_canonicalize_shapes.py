@@ -14,7 +14,7 @@ from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Value
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import AxisAttrs
+from optdnn.ops.shape import AxisAttrs, ReshapeAttrs
 from optdnn.passes.canonicalize import Canonicalize
 
 CANON = Canonicalize()
@@ -223,6 +223,18 @@ def test_expands_to_an_unknown_rank_stay() -> None:
     check_refused(CANON, n.done(n.op("Mul", n.input(3, 4, name="x"), wide)), because="a rank is unknown")
 
 
+def test_a_computed_target_stays_where_a_copied_size_may_be_0() -> None:
+    """Pairs of steps: one step has none, and [1, -1, 0] would then have no meaning."""
+    n = Net()
+    x = n.input(N, 4, 2 * symbol("pairs", 0, 4))
+    half = n.op("Slice", x, n.ints(0), n.ints(2**40), n.ints(2), n.ints(2))
+    sizes = n.op("Shape", half)
+    rows = n.op("Mul", n.op("Gather", sizes, n.ints(0)), n.ints(4))
+    target = n.op("Concat", n.ints(1), rows, n.op("Gather", sizes, n.ints(2)), attrs=ConcatAttrs(0))
+    graph = n.done(n.op("Reshape", half, target))
+    check_refused(CANON, graph, because="no constant target", rule="constant_target")
+
+
 def test_targets_that_a_constant_cannot_express_are_refused() -> None:
     n = Net()
     x = n.input(N, 3, M)
@@ -248,6 +260,29 @@ def test_sizes_of_inner_values_are_read_from_the_inputs(kind: str) -> None:
     rules = {"input_target": 1}
     graph, _ = check_pass(CANON, n.done(y), changes=1, rules=rules, sizes={"n": 2, "m": 4})
     assert {graph.op(op.inputs[0]).kind for op in graph.of_kind("Shape")} == {"Input"}
+
+
+def test_sizes_of_inputs_that_may_be_0_are_sizes_and_stand_beside_no_rest() -> None:
+    e = symbol("e", 0, 8)
+    n = Net()
+    inner = n.op("Exp", n.input(N, M, e))
+    swapped = n.op("Gather", n.op("Shape", inner), n.ints(2, 0, 1))
+    graph, _ = check_pass(
+        CANON,
+        n.done(n.op("Reshape", inner, swapped, attrs=ReshapeAttrs(allowzero=True))),
+        changes=1,
+        rules={"input_target": 1},
+        sizes={"n": 2, "m": 4, "e": 3},
+    )
+    assert graph.of_kind("Reshape")[0].attrs.allowzero
+
+    n = Net()
+    inner = n.op("Exp", n.input(N, M, e))
+    sizes = n.op("Shape", inner)
+    rows = n.op("Mul", n.op("Gather", sizes, n.ints(0)), n.op("Gather", sizes, n.ints(1)))
+    target = n.op("Concat", n.op("Gather", sizes, n.ints(2)), rows, attrs=ConcatAttrs(0))
+    graph = n.done(n.op("Reshape", inner, target, attrs=ReshapeAttrs(allowzero=True)))
+    check_refused(CANON, graph, because="no input of the network has the sizes", rule="input_target")
 
 
 def test_sizes_that_no_input_has_are_refused() -> None:

@@ -7,10 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
+from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
+from optdnn.ir.graph import Graph
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_choices import PrecisionChoice
 from optdnn.precision.pins import pinned
 from optdnn.precision.plans import Node, Problem, descent
+from optdnn.types import FP32, TensorType
 
 
 def cast(a: str, b: str, nbytes: int) -> float:
@@ -120,6 +124,35 @@ def test_pins_the_last_pattern_counts_and_the_most_accurate_of_fused_nodes() -> 
     }
     both = pinned({"layer1/conv": "int8", "layer1/bn": "fp32"}, CHOICES)
     assert both == {"a_out": ("fp32", "layer1/bn")}
+
+
+def test_a_full_name_counts_before_patterns_in_any_order() -> None:
+    for pins in ({"*": "bf16", "layer1/conv": "int8"}, {"layer1/conv": "int8", "*": "bf16"}):
+        assert pinned(pins, CHOICES)["a_out"] == ("int8", "layer1/conv")  # its other node, layer1/bn, fits "*" alone
+
+
+@pytest.mark.parametrize(
+    ("pins", "precision"),
+    [
+        ({"*": "fp16", "net/conv[1]": "fp32"}, "fp32"),
+        ({"net/conv[1]": "fp32", "*": "fp16"}, "fp32"),
+        ({"*": "fp32", "net/*": "fp16"}, "fp16"),
+        ({"net/*": "fp16", "*": "fp32"}, "fp32"),
+        ({"net/relu": "fp16", "net/conv[1]": "fp32"}, "fp32"),
+        ({"net/conv[1]": "int8", "net/relu": "fp16", "*": "fp32"}, "fp16"),
+        ({"other*": "fp32"}, "bf16"),
+        ({"*": "fp32", "y": "fp16"}, "fp16"),  # by the op's key
+    ],
+)
+def test_a_plan_reads_pins_as_the_search_does(pins: dict[str, str], precision: str) -> None:
+    graph = Graph("g")
+    x = graph.add_input("x", TensorType(FP32, (2, 4)))
+    op = graph.add("Relu", [x], names=["y"], src=["net/conv[1]", "net/relu"])
+    plan = PrecisionPlan("bf16", pins)
+    assert plan.of(op) == precision
+    assert plan.named(op) == (precision != "bf16")
+    found = pinned(pins, [PrecisionChoice("y", "Relu", tuple(sorted(op.src)), PRECISIONS)])
+    assert found.get("y", ("bf16", ""))[0] == precision
 
 
 def test_a_pattern_skips_nodes_that_lack_the_precision_but_a_name_must_have_it() -> None:

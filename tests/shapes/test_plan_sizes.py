@@ -9,9 +9,9 @@ import onnx.parser
 import pytest
 
 import optdnn
-from optdnn.errors import ShapeError
+from optdnn.errors import ShapeError, UsageError
 from optdnn.ranges import DimRange
-from optdnn.shapes import plan_sizes
+from optdnn.shapes import plan_sizes, plans
 from optdnn.shapes.plan_sizes import working
 
 
@@ -78,3 +78,10 @@ def test_without_such_sizes_it_names_the_option(monkeypatch: pytest.MonkeyPatch)
         optdnn.build(onnx.parser.parse_model(SPLIT), target="simulate", shapes={"x": "1..6..9"})
     assert caught.value.hint is not None
     assert "--shape NAME=MIN..OPT..MAX" in caught.value.hint
+
+
+def test_a_pin_that_fits_no_node_ends_the_build_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "finish", lambda *_: pytest.fail("a plan was made"))
+    options: Any = {"target": "simulate", "shapes": {"x": "4..8..16", "z": "0..2..4x2"}}
+    with pytest.raises(UsageError, match=r"^--pin 'Rleu' fits no node"):
+        optdnn.build(onnx.parser.parse_model(GATHER), precision_map={"Rleu": "fp16"}, **options)
