@@ -184,7 +184,7 @@ def _build(
     planned = mixture = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            checked = partial(_facts_of_plan, options=options, known=known)
+            checked = partial(_facts_of_plan, options=options, node_names=node_names)
             planned = target.plan_sizes(source, graph, options, checked, precision_log, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
@@ -310,10 +310,10 @@ def _run_passes(
 
 
 def _facts_of_plan(
-    graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, known: Sequence[str]
+    graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, node_names: Sequence[str]
 ) -> dict[str, Any]:
     """:func:`optdnn.build_facts.build_facts`, if each pin fits a node. Plans ask for it before they measure anything."""
-    check_pins(options.precision_map, graph, known)
+    check_pins(options.precision_map, graph, node_names)
     return build_facts(graph, passes, options=options)
 
 
