@@ -65,7 +65,7 @@ def _save(folder: Path, number: int, say: Say) -> None:
 def _retune(folder: Path, number: int, say: Say) -> None:
     """Saves like retune: the engine in place, then its report."""
     engine = Engine(read(folder / ENGINE, mmap=False))
-    engine.account = lambda e: {**read_json(Path(report_path(folder / ENGINE))), "number": number}
+    engine.make_report = lambda e: {**read_json(Path(report_path(folder / ENGINE))), "number": number}
     engine.save(folder / ENGINE)
 
 

@@ -48,12 +48,12 @@ def test_inspect_says_where_the_times_are_from(engine: Path) -> None:
 
 
 def test_the_report_of_an_engine_lists_them(engine: Path) -> None:
-    account: Any = load_subject(engine, None, 1).account
-    (table,) = [part for part in _build(account) if part.startswith("| step | µs")]
+    record: Any = load_subject(engine, None, 1).record
+    (table,) = [part for part in _build(record) if part.startswith("| step | µs")]
     assert "/LSTM" in table
     assert "do not fill 132 multiprocessors" in table
     written = json.loads(engine.with_name(engine.name + ".report.json").read_text(encoding="utf-8"))
-    assert written["cliffs"] == account["cliffs"]
+    assert written["cliffs"] == record["cliffs"]
 
 
 def test_copies_and_operators_of_the_cpu_have_a_time() -> None:
