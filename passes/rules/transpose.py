@@ -100,7 +100,7 @@ def pays(graph: Graph, op: Op, *others: Op) -> bool:
         return True
     waiting, passed, parts, undone = [u for u in users if u.kind != "Transpose"], 0, False, True
     while waiting:
-        given = [(user, {**_transposed_before(graph, user, turned), **turned}) for user in waiting]
+        given = ((user, {**_transposed_before(graph, user, turned), **turned}) for user in waiting)
         found = next(((u, p) for u, values in given if (p := _passage(graph, u, values)) is not None), None)
         if found is None or passed == _LOOK_AHEAD:
             return False
@@ -132,17 +132,30 @@ def _transposed_before(graph: Graph, op: Op, turned: Turned) -> dict[Value, Perm
     return {v: perm for v in op.inputs if v is not None and v not in turned and _is_behind(graph, v, perm)}
 
 
-def _is_behind(graph: Graph, value: Value, perm: Perm, steps: int = _STAGES_BACK) -> bool:
-    """Whether only quantization and pointwise ops, at most ``steps`` in a row, lie between Transposes and ``value``."""
-    op = graph.op(value)
-    if op.kind == "Transpose":
-        return bool(op.attrs.perm == perm)
+def _is_behind(graph: Graph, value: Value, perm: Perm) -> bool:
+    """Whether only quantization and pointwise ops, at most ``_STAGES_BACK`` in a row, lie between Transposes and ``value``."""
+    level, seen = {value}, {value}
+    for _ in range(_STAGES_BACK + 1):
+        before = set[Value]()
+        for op in (graph.op(v) for v in level):
+            if op.kind == "Transpose" and op.attrs.perm == perm:
+                continue
+            given = _moved_before(graph, op, perm)
+            if not given:
+                return False
+            before |= given
+        level = before - seen
+        seen |= level
+    return not level
+
+
+def _moved_before(graph: Graph, op: Op, perm: Perm) -> set[Value]:
+    """The operands that a Transpose by ``perm`` must reach before it can pass ``op``; none if it cannot."""
     quantized = op.kind in QUANTIZATION
     if not quantized and (not is_pointwise(op) or op.kind == "Pointwise" or op.outputs[0].type.rank != len(perm)):
-        return False
+        return set()
     given = {v for v in op.inputs[: 1 if quantized else None] if v is not None and graph.constant_value(v) is None}
-    tensors = [v for v in given if shape_before(graph.type(v).shape, perm) is None]  # a Reshape does for the others
-    return steps > 0 and bool(tensors) and all(_is_behind(graph, v, perm, steps - 1) for v in tensors)
+    return {v for v in given if shape_before(graph.type(v).shape, perm) is None}  # a Reshape does for the others
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:

@@ -72,6 +72,16 @@ def test_two_paths_that_meet_sink_together(shared: bool) -> None:
     check_pass(CANON, graph, changes=7, kinds=kinds)
 
 
+def test_paths_that_meet_often_are_examined_once() -> None:
+    """Each of 8 layers reads the one before 4 times: 65536 paths lead back to the Transposes."""
+    n = Net()
+    values = [n.transposed(n.op("Exp", n.input(1, 4, 3, 2, name=f"x{i}")), 0, 2, 3, 1) for i in range(5)]
+    for _ in range(8):
+        values = [n.op("Max", *(v for k, v in enumerate(values) if k != i)) for i in range(5)]
+    graph = n.done(*(n.transposed(v, 0, 3, 1, 2) for v in values))
+    check_pass(CANON, graph, changes=45, kinds={"Exp": 5, "Max": 40})
+
+
 @pytest.mark.parametrize(("mean", "changes"), [(False, 8), (True, 12)])
 def test_paths_that_part_sink_together(mean: bool, changes: int) -> None:
     def gated(y: Value) -> Value:
