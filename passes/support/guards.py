@@ -168,13 +168,16 @@ def moves(node: Stage) -> bool:
     return node.kind not in STRUCTURAL and node.op.definition.traits.movement
 
 
-def nodes(graph: Graph) -> Iterator[tuple[StageId, Stage]]:
-    """Every stage of the graph, in topological order."""
+def nodes(graph: Graph, divided: Collection[str] = ()) -> Iterator[tuple[StageId, Stage]]:
+    """Every stage of the graph, in topological order. After ops of the kinds ``divided`` come the stages of their epilogues."""
     last: dict[Value, StageId] = {}
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
         steps = steps_of(op) if is_pointwise(op) else [OpenStage(op.kind, op.attrs, op.inputs)]
+        for s in op.attrs.epilogue if op.kind in divided else ():
+            args = (None if a is None else op.inputs[a] if a >= 0 else ~a for a in s.args)
+            steps.append(OpenStage(s.kind, s.attrs, tuple(args)))
         for k, s in enumerate(steps):
             kind = "Narrow" if isinstance(s.attrs, CastAttrs) and s.attrs.to not in (FP32, FP64) else s.kind
             yield (op.id, k), Stage(op, kind, tuple(_argument(graph, op, a, last) for a in s.args))

@@ -77,7 +77,7 @@ def _largest(a: Array) -> float:
 def _is_small(graph: Graph) -> bool:
     """Whether the network may be tried: its sizes are known, and its work is within the limits."""
     work = elements = 0.0
-    most = LONG_TRIAL if any(is_unbounded_product(graph, op) for op in graph.of_kind("MatMul")) else 1.0
+    most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in graph.of_kind("MatMul")) else 1.0
     for op in graph.ops():
         types = [o.type for o in op.outputs]
         if op.kind in NOT_TRIED or not all(t.is_static for t in types):
@@ -95,7 +95,7 @@ def _is_small(graph: Graph) -> bool:
     return True
 
 
-def is_unbounded_product(graph: Graph, op: Op) -> bool:
+def _is_unbounded_product(graph: Graph, op: Op) -> bool:
     """Whether both factors are computed, and neither is the result of an operator with bounded results."""
     factors = [v for v in op.inputs[:2] if v is not None]
     return all(graph.constant_value(v) is None and graph.op(v.op).kind not in BOUNDS for v in factors)
