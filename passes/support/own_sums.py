@@ -1,4 +1,4 @@
-"""Products that are divided by their own sums stay fp32 in an fp16 build: linear attention (EfficientViT, Performer, Sana).
+"""Products that are divided by their own sums stay fp32 in an fp16 build: linear attention (EfficientViT, Performer, RetNet).
 
 ``(q @ (k^T @ v)) / (q @ (k^T @ 1) + eps)`` is a weighted mean, as small as the values ``v``. But its numerator and its denominator
 are sums over all tokens without a bound, and often leave fp16's range. The quotient of two infinities is NaN. PyTorch's versions of
@@ -17,7 +17,8 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.passes.support.guards import Argument, Stage, StageId, moves, nodes
 from optdnn.passes.support.precision_report import FP16_LARGEST
 
-CARRIES = frozenset({"Add", "Cast", "Clip", "Identity", "Max", "Mul", "ReduceSum"})
+SUMS = frozenset({"ReduceL1", "ReduceSum"})
+CARRIES = SUMS | {"Abs", "Add", "Cast", "Clip", "Identity", "Max", "Mul", "Relu", "Where"}
 """Kinds that, with constants, keep a sum about as large as it is, besides ops that only move elements."""
 
 MEANS = frozenset({"Sinkhorn", "Softmax"})
@@ -118,7 +119,7 @@ def _product(stages: Stages, step: Argument) -> Product | None:
             computed = [a for a in computed if a[0] == stage.op.id]
         if not moves(stage) and (stage.kind not in CARRIES or len(computed) != 1):
             return None
-        summed = summed or stage.kind == "ReduceSum"
+        summed = summed or stage.kind in SUMS
         step = stage.args[0] if moves(stage) else computed[0]
     return None
 

@@ -20,6 +20,7 @@ from optdnn.types import FP16, FP32
 HEAD = """<ir_version: 9, opset_import: ["": 17]>
 g (float[9,4] q, float[4,9] k, float[9,5] v, float[9,1] one) => (float[9,a] y)
 <int64[1] first = {0}, int64[1] fourth = {4}, int64[1] fifth = {5}, int64[1] axis = {1}, float eps = {0.5}, float unit = {1},
+float zero = {0}, bool[9] mask = {1, 0, 1, 1, 0, 1, 1, 1, 1},
 float[4,2] w = {1, 2, 3, 4, 5, 6, 7, 8}> """
 EFFICIENT_VIT = (
     HEAD
@@ -53,6 +54,12 @@ QUERIES = (
 y = MatMul(less, kv) }"""
 )
 SCALED = HEAD + "{ s = MatMul(q, k) half = Mul(s, eps) low = ReduceSum<keepdims=1>(half, axis) y = Div(half, low) }"
+RETENTION = HEAD + "{ s = MatMul(q, k) sum = ReduceL1<axes=[1], keepdims=1>(s) low = Clip(sum, unit) y = Div(s, low) }"
+MASKED = (
+    HEAD
+    + """{ s = MatMul(q, k) seen = Where(mask, s, zero) some = Relu(seen) size = Abs(some)
+low = ReduceSum<keepdims=1>(size, axis) y = Div(some, low) }"""
+)
 SQUARES = HEAD + "{ s = MatMul(q, k) squares = Mul(q, q) low = ReduceSum<keepdims=1>(squares, axis) y = Div(s, low) }"
 TURNED_SOFTMAX = (
     HEAD
@@ -80,6 +87,8 @@ PRODUCT = HEAD + "{ kv = MatMul(k, v) s = MatMul(q, kv) y = Mul(s, s) }"
         (SCORES, {"s", "top", "low", "y"}),
         (QUERIES, {"low", "less"}),
         (SCALED, {"s", "half", "low", "y"}),
+        (RETENTION, {"s", "sum", "low", "y"}),
+        (MASKED, {"s", "seen", "some", "size", "low", "y"}),
         (SQUARES, set()),
         (TURNED_SOFTMAX, set()),
         (SOFTMAX, set()),
@@ -99,7 +108,7 @@ PRODUCT = HEAD + "{ kv = MatMul(k, v) s = MatMul(q, kv) y = Mul(s, s) }"
             "queries",
             "scaled",
         ),
-        *("squares", "turned softmax", "softmax", "weights", "unlike", "root", "product"),
+        *("retention", "masked", "squares", "turned softmax", "softmax", "weights", "unlike", "root", "product"),
     ],
 )
 def test_operators_that_stay(text: str, kept: set[str]) -> None:
