@@ -27,9 +27,16 @@ def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
     }
 
 
+def _opset() -> Any:
+    """ONNX's operators as functions. onnxscript is imported only for an export."""
+    from onnxscript import opset18  # type: ignore[import-not-found, unused-ignore]
+
+    return opset18
+
+
 def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
     """The largest elements of windows of equal sizes, and their indices in their image. ``x``: (N, C, sizes) or (C, sizes)."""
-    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+    op = _opset()
 
     axes = range(-len(output_size), 0)
     sizes, lead = [x.shape[a] for a in axes], len(x.shape) - len(output_size)
@@ -45,7 +52,7 @@ def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _is_all_true(x: Any) -> Any:
-    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+    op = _opset()
 
     return op.Cast(op.ReduceMin(op.Cast(x, to=INT32), keepdims=0), to=BOOL)
 
@@ -59,7 +66,7 @@ def _conv3d(
     dilation: Sequence[int] = (1, 1, 1),
     groups: int = 1,
 ) -> Any:
-    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+    op = _opset()
 
     strides, pads, dilations = (list(v) * (3 // len(v)) for v in (stride, padding, dilation))
     return op.Conv(x, weight, bias, strides=strides, pads=pads * 2, dilations=dilations, group=groups)
@@ -86,7 +93,7 @@ def _rnn(
     batch_first: bool,
 ) -> tuple[Any, Any]:
     """The layers of a ``torch.nn.RNN``, each an operator RNN. ``params``: W_ih, W_hh and their biases by layer and direction."""
-    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+    op = _opset()
 
     count, each = (2 if bidirectional else 1), (4 if has_biases else 2)
     hidden = params[1].shape[1]

@@ -48,7 +48,7 @@ def last_fit(patterns: Iterable[str], names: Collection[str]) -> str | None:
 
 
 def pin_of(pins: Mapping[str, str], names: Collection[str]) -> str | None:
-    """The pattern in ``pins`` (pattern -> precision) that counts for an op of these nodes; None if none fits.
+    """The pattern in ``pins`` (pattern -> precision) that counts for an op. ``names``: its nodes. None if no pattern fits.
 
     A node's full name takes precedence over patterns. If several nodes of one op are named, the most accurate precision counts. Of
     several patterns, the last one counts.
