@@ -197,7 +197,7 @@ def _shown(view: View, base: Array) -> Array:
 
 
 def _product(graph: Graph, value: Value, turned: bool) -> _Product | None:
-    """The product of which ``value`` is the result (``turned``: of whose transposed result)."""
+    """The product whose result is ``value`` (``turned``: the product whose transposed result it is)."""
     op = producer(graph, value, {"MatMul"})
     if op is None or has_stages(op):
         return None
