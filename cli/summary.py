@@ -77,7 +77,11 @@ def _error(report: Mapping[str, Any]) -> str:
     if "not_measured" in e:
         return f"not measured: {e['not_measured']}" + (f"\n{e['hint']}" if e.get("hint") else "")
     if e["max_rel_err"] is None:
-        return f"outputs are not finite, or have other shapes than the model's, on {e['inputs_from']}"
+        text = f"outputs are not finite, or have other shapes than the model's, on {e['inputs_from']}"
+        told = report["options"]
+        if told["precision"] == "fp16" and "calibrator" not in told:
+            text += "\nvalues may exceed 65504, where fp16 ends: with samples (--calib DATA), a build keeps such operators in fp32"
+        return text
     text = f"{e['max_rel_err']:.1e} of the largest output, from the model in NumPy (float64)"
     if e["input_difference"]:
         text += f"; other inputs make a difference of {e['input_difference']:.1g}"

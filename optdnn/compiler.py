@@ -115,7 +115,8 @@ def build(
     ``target`` is one of :data:`optdnn.target_name.TARGETS`; "auto" is the GPU if it is usable, otherwise cpu. ``precision`` is
     one of these:
 
-    - "fp32" or "bf16"; on GPUs also "tf32", "fp16" or "fp8".
+    - "fp32" or "bf16"; on GPUs also "tf32", "fp16" or "fp8". With data in ``calib``, operators whose values leave fp16's range on
+      the data stay fp32.
     - "int8", with calibration data in ``calib``: arrays, a file, a folder of pictures, or an iterable of feeds.
     - "w4", "w8" or "w4a8": the constant weights of products are packed. Activations are fp16 on GPUs and fp32 elsewhere
       ("w4+bf16": bf16). "w4a8" may round activations to int8.

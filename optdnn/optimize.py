@@ -54,14 +54,16 @@ class _Calibrate:
 
 
 def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
-    """Ranges for the graph as the requesting pass sees it."""
+    """Ranges for the graph as the requesting pass sees it: without integers, only the extremes matter."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import pictures_of
 
+    quantizes = plan_of(options).quantizes
     return calibrate(
         graph,
         data,
-        options.calibrator,
+        options.calibrator if quantizes else "minmax",
+        strict=quantizes,
         cache=options.calib_cache,
         images=pictures_of(options),
         progress=say,

@@ -52,7 +52,7 @@ from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.large_scales import large_scales
-from optdnn.passes.support.overflows import growing, largest_values, overflows
+from optdnn.passes.support.overflows import growing, larger, largest_seen, largest_values, overflows
 from optdnn.passes.support.own_sums import own_sums
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -113,19 +113,17 @@ class AssignPrecision(Pass):
         log = context.precision_log if context.precision_log is not None else PrecisionLog()
         log.asked = ask(graph, plan)
         keys = {op.id: key(op) for op in graph.ops() if op.outputs}
-        found: Calibration | None = None
         own = plan.quantizes and context.calibration is None
         if own:
             _check_own_ranges(graph, plan)
-        elif plan.quantizes:
-            found = context.calibration(graph) if callable(context.calibration) else context.calibration
-        elif isinstance(context.calibration, Calibration):
-            found = context.calibration
+        found = context.calibration
+        if callable(found):
+            found = found(graph) if plan.uses_ranges(context.on_gpu) else None
         if context.on_gpu and any(p in NARROW for p in plan.floats):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found)
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
@@ -182,13 +180,17 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog) -> Guards:
-    """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16."""
+def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibration | None) -> Guards:
+    """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16.
+
+    ``data``: the ranges of calibration data, if there are any."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
-    log.tried = largest is not None
-    trial = {**own_sums(graph, largest), **overflows(graph, largest or {})}
+    seen = {} if data is None else largest_seen(graph, data)
+    log.tried = largest is not None or bool(seen)
+    known = None if largest is None and not seen else larger(largest or {}, seen)
+    trial = {**own_sums(graph, known), **overflows(graph, largest or {}), **overflows(graph, seen, of_data=True)}
     others = {**trial, **integer_sums(graph), **growing(graph)}
     reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}

@@ -49,14 +49,16 @@ def calibrate(
     cache: str | Path | None = None,
     images: Pictures | None = None,
     bins: int = BINS,
+    strict: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Ranges of all fp32 values of ``graph``, in the form that passes use.
 
     ``data`` is as in :func:`optdnn.calibration.data.open_data`, ``method`` one of :data:`optdnn.config.CALIBRATORS`. ``cache`` is a
     JSON file: it provides the result of an earlier calibration of the same graph and data by the same method, and an interrupted
-    calibration continues where it stopped. ``progress`` is called with a line of text. ONNX Runtime or OpenVINO runs the network;
-    if neither is installed, NumPy does, slowly.
+    calibration continues where it stopped. ``strict``: NaN, infinity and constant data are errors; otherwise NaN and infinity are
+    left out. ``progress`` is called with a line of text. ONNX Runtime or OpenVINO runs the network; if neither is installed, NumPy
+    does, slowly.
 
     Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or is constant.
     """
@@ -70,14 +72,15 @@ def calibrate(
         return kept.result
     graph = split_all(graph)
     state = kept.progress or UnfinishedCalibration()
-    _check_not_constant(source)
+    if strict:
+        _check_not_constant(source)
     runner = _Runner(graph, _wanted(graph))
 
     def extremes(name: str, array: Array) -> None:
         found = Extremes.of(array)
         state.extremes.table[name] = found.merged(state.extremes.table.get(name))
 
-    _sweep(runner, source, state.extremes, partial(kept.save, state), extremes, "ranges", progress)
+    _sweep(runner, source, state.extremes, partial(kept.save, state), extremes, "ranges", progress, strict)
     if method != "minmax":
         edges = {n: _edges(e, bins) for n, e in state.extremes.table.items()}
 
@@ -90,7 +93,7 @@ def calibrate(
             counts = np.histogram(array, edges[name])[0].astype(np.int64)
             state.counts.table[name] = state.counts.table.get(name, 0) + counts
 
-        _sweep(runner, source, state.counts, partial(kept.save, state), count, "histograms", progress)
+        _sweep(runner, source, state.counts, partial(kept.save, state), count, "histograms", progress, strict)
     found = _result(method, state, bins)
     kept.finish(found)
     return found
@@ -181,6 +184,7 @@ def _sweep(
     take: Callable[[str, Array], None],
     what: str,
     progress: Callable[[str], None],
+    strict: bool,
 ) -> None:
     """Call ``take`` with every value of every batch that was not seen before; ``save`` the state from time to time."""
     if sweep.done:
@@ -192,7 +196,9 @@ def _sweep(
             continue
         progress(f"calibrate: {what}, batch {k + 1}{total}")
         for name, array in runner.run(feeds):
-            if not (array < np.inf).all():
+            if not strict:
+                array = np.where(np.isfinite(array), array, np.float32(0.0))
+            elif not (array < np.inf).all():
                 raise InputError(
                     f"{source.name}: the network computes NaN or infinity in {name!r} for batch {k}",
                     hint="a network whose fp32 values are not finite cannot be calibrated",

@@ -66,7 +66,8 @@ def _calibration(
     graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
 ) -> Calibration | None:
     """The ranges that an engine was built with, computed once more."""
-    if not plan.quantizes:
+    given = plan.quantizes or "calibrator" in program.meta.get("options", ())  # type: ignore[operator]
+    if not (given and plan.uses_ranges(TargetName.parse(program.target).on_gpu)):
         return None
     if options.calib is None:
         raise _data_missing(program)
@@ -78,7 +79,8 @@ def _calibration(
     images = pictures_of(options)
     if "auto" in program.meta:
         data = dict(halves(options.calib, input_specs(graph), options.labels, images)[0].feeds)
-    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
+    method = options.calibrator if plan.quantizes else "minmax"
+    return calibrate(graph, data, method, cache=options.calib_cache, images=images, strict=plan.quantizes, progress=say)
 
 
 def _moments(program: Program, options: BuildOptions, say: Progress) -> Moments | None:

@@ -23,6 +23,7 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.runtime.file.format import digests as sha256
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.runtime.program import Source as HeldSource
+from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
 
 
@@ -49,7 +50,14 @@ class Base:
         """``inputs``: those of the engine, dimensions that vary as text; the graph's constants are added to ``kept``."""
         plan = PrecisionPlan.of_option(options.precision, options.precision_map)
         # Pins go by the nodes that an operator came from, which depend on what was folded when; calibration is of whole graphs.
-        if options.opt_level < 2 or options.stop_after is not None or options.precision_map or plan.quantizes:
+        calibrated = options.calib is not None and plan.uses_ranges(TargetName.parse(options.target).on_gpu)
+        if (
+            options.opt_level < 2
+            or options.stop_after is not None
+            or options.precision_map
+            or plan.quantizes
+            or calibrated
+        ):
             return cls(model, None, [])
         shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in inputs}
         graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)

@@ -2,7 +2,7 @@
 
 A recurrence without bounding activations, a long sum or a power may exceed fp16's range although the network's results are small.
 In fp16 such a value would be infinite, and all results computed from it infinite or NaN. So the operators that write or read such a
-value stay fp32. They are found in two ways:
+value stay fp32. They are found in three ways:
 
 * The state of a recurrent layer may grow with each step, for some inputs, if its activations do not bound it. The layer stays
   fp32, and so do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run
@@ -11,6 +11,7 @@ value stay fp32. They are found in two ways:
   second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so. A network that multiplies
   computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL`` times as many operations:
   sums of such products over many tokens grow without a bound.
+* Calibration data, if the build has any, show which values are large on real samples, for networks of any size.
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
@@ -28,11 +29,14 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call, Result
 from optdnn.ops.fused import flops
 from optdnn.passes.support.precision_report import FP16_LARGEST
+from optdnn.passes.support.ranges import Calibration
 from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
 """A network is tried if it has at most this many operations, and at most this many elements of all results together."""
+DATA_MARGIN = 2.0
+"""Other samples than those of calibration data may have values this many times as large."""
 LONG_TRIAL = 40.0
 """Factor on both limits for networks that multiply computed matrices by one another without a bound."""
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
@@ -186,9 +190,30 @@ def _unbounding(op: Op) -> str | None:
     return None
 
 
-def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
-    """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range."""
+def largest_seen(graph: Graph, data: Calibration) -> dict[Value, float]:
+    """The largest magnitude of each fp32 value on calibration data, where it is known."""
+    found: dict[Value, float] = {}
+    for op in graph.ops():
+        for v in op.values:
+            seen = data.seen.get(graph.output(v).name)
+            if seen is not None and graph.type(v).dtype == FP32:
+                found[v] = seen.largest
+    return found
+
+
+def larger(a: Mapping[Value, float], b: Mapping[Value, float]) -> dict[Value, float]:
+    """The larger magnitude of each value."""
+    return {v: max(a.get(v, 0.0), b.get(v, 0.0)) for v in {**a, **b}}
+
+
+def overflows(graph: Graph, largest: Mapping[Value, float], *, of_data: bool = False) -> dict[int, str]:
+    """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range.
+
+    ``of_data``: the magnitudes are of calibration data, and those of other samples may be :data:`DATA_MARGIN` times as large."""
     found: dict[int, str] = {}
+    limit, source = (
+        (FP16_LARGEST / DATA_MARGIN, "on the calibration data") if of_data else (FP16_LARGEST, "for generated inputs")
+    )
     masks: set[Value] = set()
     for op in graph.order():
         if op.kind in STRUCTURAL:
@@ -196,13 +221,13 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
         results = op.values
         read = [v for v in op.inputs if v is not None and graph.type(v).dtype == FP32]
         if _makes_mask(graph, read, masks):
-            masks.update(v for v in results if largest.get(v, 0.0) > FP16_LARGEST)
+            masks.update(v for v in results if largest.get(v, 0.0) > limit)
             continue
         for v in (*results, *read):
             size = largest.get(v, 0.0)
-            if size > FP16_LARGEST and v not in masks:
+            if size > limit and v not in masks:
                 what = "its result" if v.op == op.id else f"its operand {graph.output(v).name!r}"
-                found[op.id] = f"{what} reaches {size:.3g} for generated inputs, fp16 ends at 65504"
+                found[op.id] = f"{what} reaches {size:.3g} {source}, fp16 ends at 65504"
                 break
     return found
 

@@ -123,6 +123,10 @@ class PrecisionPlan:
         """The float precisions in the plan."""
         return tuple(sorted({self.base, self.default, *self.nodes.values()} - OF_PRODUCTS))
 
+    def uses_ranges(self, on_gpu: bool) -> bool:
+        """Whether the plan depends on the ranges of calibration data: for integers, or to find values beyond fp16's range."""
+        return self.quantizes or (on_gpu and "fp16" in self.floats)
+
     @property
     def is_mixture(self) -> bool:
         """Whether the plan holds several float precisions. The types in the graph must then record the precision of each op."""

@@ -283,7 +283,7 @@ def half_risks(
 ) -> list[Remark]:
     """Ops requested in fp16 with values that overflow or vanish in fp16, found by calibration, or from the weights without it.
 
-    ``kept``: keys of ops that stay fp32 with their constants. ``enlarges``: whether small weights are enlarged
+    ``kept``: keys of ops that stay fp32. ``enlarges``: whether small weights are enlarged
     (:mod:`optdnn.passes.support.small_weights`).
     """
     found = []
@@ -292,8 +292,9 @@ def half_risks(
             continue
         if not any(o.type.dtype == FP32 for o in op.outputs):
             continue
-        constants = () if key(op) in kept else _by_weights(graph, op, calibration is None, enlarges)
-        for what in (*constants, *_by_ranges(op, calibration)):
+        if key(op) in kept:
+            continue
+        for what in (*_by_weights(graph, op, calibration is None, enlarges), *_by_ranges(op, calibration)):
             found.append(_remark(op, what))
     return found
 

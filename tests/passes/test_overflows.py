@@ -20,6 +20,7 @@ from optdnn.passes.support import overflows
 from optdnn.passes.support.overflows import growing, largest_values
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog
+from optdnn.passes.support.ranges import Calibration, Range
 
 GATES = {"RNN": (1, RNNAttrs), "GRU": (3, GRUAttrs), "LSTM": (4, LSTMAttrs)}
 
@@ -121,6 +122,40 @@ def test_values_beyond_fp16_stay_fp32() -> None:
     (want,), (got,) = evaluate(graph, feeds).values(), simulate(lowered(graph, "fp16"), feeds).values()
     np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
     assert refused(powers(0.01)) == {}
+
+
+def data(**largest: float) -> Calibration:
+    """Calibration data on which values have these magnitudes, and others small ones."""
+    return Calibration("minmax", {}, {name: Range(-size, 1.0) for name, size in largest.items()})
+
+
+def test_values_of_calibration_data_beyond_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count for networks of any size, from half of the limit on, and only where the graph has such a value."""
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 0.0)
+
+    def kept(plan: PrecisionPlan, precision: str = "fp16", **largest: float) -> dict[str, str]:
+        log = PrecisionLog()
+        found: list[Graph] = []
+
+        def calibrated(graph: Graph) -> Calibration:
+            found.append(graph)
+            return data(**largest)
+
+        context = PassContext("cuda:sm_90a", precision, plan, calibrated, precision_log=log)
+        AssignPrecision()(powers(), context)
+        assert len(found) == ("fp16" in plan.floats)
+        assert log.tried is (True if found and largest else False if found else None)
+        assert [r.key for r in log.risks if "reaches" in r.what] == list(plan.nodes), "a risk that was asked for by name"
+        return log.refused
+
+    plan = PrecisionPlan("fp16", base="fp16")
+    found = kept(plan, square=33000.0, gone=1e9)
+    assert found.keys() == {"square", "norm"}
+    assert found["square"] == "its result reaches 3.3e+04 on the calibration data, fp16 ends at 65504"
+    assert kept(plan, square=32000.0) == {}
+    assert kept(plan) == {}
+    assert kept(PrecisionPlan("bf16", base="bf16"), "bf16", square=1e9) == {}
+    assert "square" not in kept(PrecisionPlan("fp16", {"square": "fp16"}, base="fp16"), square=1e9)
 
 
 @pytest.mark.parametrize("fill", [-1e9, -np.inf, -3.4e38])
