@@ -21,6 +21,7 @@ from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
+from optdnn.passes.counted_masks import CountedMasks
 from optdnn.passes.counted_places import CountedPlaces
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
@@ -201,6 +202,7 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # again: selections among padded rows (R-CNN: detections of the best regions)
     PadRows(),  # again: the sizes that follow from others (R-CNN: masks of detections)
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
+    CountedMasks(),  # when Expands that broadcasting replaces are gone; before fusions, which take in the arithmetic of masks
     LongTopK(),  # after MaskedRows, whose selections are from all scores
     FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
