@@ -28,6 +28,7 @@ from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.deviation_norms import DeviationNorms
 from optdnn.passes.divided_loops import DividedLoops
+from optdnn.passes.doubled_scans import DoubledScans
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
@@ -203,6 +204,7 @@ O2_GPU: tuple[Pass, ...] = (
     PadRows(),  # again: the sizes that follow from others (R-CNN: masks of detections)
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
     CountedMasks(),  # when Expands that broadcasting replaces are gone; before fusions, which take in the arithmetic of masks
+    DoubledScans(),  # before passes on chains of steps; before fusions, which would take in the steps
     LongTopK(),  # after MaskedRows, whose selections are from all scores
     FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
