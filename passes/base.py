@@ -170,6 +170,8 @@ class Rule(ABC):
 
     name: str = ""
     kinds: frozenset[str] = frozenset()
+    looks_far = False
+    """Whether an answer may change with ops that are no neighbors. The rule is tried again after all other changes."""
 
     @abstractmethod
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
@@ -179,18 +181,20 @@ class Rule(ABC):
 class FunctionRule(Rule):
     """A rule that needs no state and no context: ``function`` matches."""
 
-    def __init__(self, name: str, kinds: Collection[str], function: Callable[[Graph, Op], Match | Miss | None]):
-        self.name, self.kinds, self.function = name, frozenset(kinds), function
+    def __init__(
+        self, name: str, kinds: Collection[str], function: Callable[[Graph, Op], Match | Miss | None], far: bool = False
+    ):
+        self.name, self.kinds, self.function, self.looks_far = name, frozenset(kinds), function, far
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         return self.function(graph, op)
 
 
 def rule(
-    name: str, kinds: Collection[str] = ()
+    name: str, kinds: Collection[str] = (), *, looks_far: bool = False
 ) -> Callable[[Callable[[Graph, Op], Match | Miss | None]], FunctionRule]:
-    """Decorator: make a rule of a function, tried on ops of these kinds (none: all)."""
-    return lambda function: FunctionRule(name, kinds, function)
+    """Decorator: make a rule of a function, tried on ops of these kinds (none: all). ``looks_far``: see :class:`Rule`."""
+    return lambda function: FunctionRule(name, kinds, function, looks_far)
 
 
 class _RulesByKind(dict[str, list[Rule]]):
@@ -211,8 +215,9 @@ _by_kind = cache(_RulesByKind)
 class RulePass(Pass):
     """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
-    After a rewrite, the new ops, the ops with changed operands, and the neighbors of both are queued again. The number of
-    rewrites is bounded, so two rules that undo each other raise InternalError instead of looping.
+    After a rewrite, the new ops, the ops with changed operands, and the neighbors of both are queued again. When the list is empty,
+    the candidates of rules that look far are queued again, until these change nothing. The number of rewrites is bounded, so two
+    rules that undo each other raise InternalError instead of looping.
     """
 
     rules: Sequence[Rule] = ()
@@ -236,7 +241,14 @@ class RulePass(Pass):
             order.reverse()
         queue, queued = deque(order), set(order)
         refused: dict[int, dict[str, Refused]] = {}
-        while queue:
+        far = frozenset().union(*(rule.kinds for rule in rules if rule.looks_far))
+        seen = 0
+        while queue or (far and len(report.fired) > seen):
+            if not queue:
+                seen = len(report.fired)
+                queue.extend(op.id for op in graph.of_kind(*sorted(far)))
+                queued.update(queue)
+                continue
             op_id = queue.popleft()
             queued.discard(op_id)
             if op_id not in graph:

@@ -48,7 +48,7 @@ from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
-from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages, row_groups
+from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
 from optdnn.passes.support.attention_sinks import drops_last, find_sinks, per_head, sinks_operand
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
@@ -240,13 +240,13 @@ def _widens(graph: Graph, value: Value, dtype: DType) -> bool:
 
 def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> AttentionParts | Miss:
     first, second = (1, 0) if scores.exchanged else (0, 1)
-    left, a = _unscaled(graph, operand(scores.product, first))
-    right, b = _unscaled(graph, operand(scores.product, second))
+    left, a = unscaled(graph, operand(scores.product, first))
+    right, b = unscaled(graph, operand(scores.product, second))
     q, k, v = (trace(graph, value) for value in (left, right, operand(root, 1)))
     if q is None or k is None or v is None:
         return Miss("the rank of an operand is unknown")
-    k, more = _scaled_view(graph, k if scores.exchanged else k.swap_last())
-    q, extra = _scaled_view(graph, q.swap_last() if scores.exchanged else q)
+    k, more = scaled_view(graph, k if scores.exchanged else k.swap_last())
+    q, extra = scaled_view(graph, q.swap_last() if scores.exchanged else q)
     scale = scores.factor * a * b * more * extra
     if not 0 < scale < float("inf"):
         return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")
@@ -292,32 +292,6 @@ def _written(scale: float, size: DimLike) -> float | None:
     """The scale as attribute: None if it is the default, up to the rounding of an fp32 constant."""
     usual = size**-0.5 if isinstance(size, int) and size > 0 else 0.0
     return None if abs(scale - usual) <= 1e-12 * usual else scale
-
-
-def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
-    """The value before multiplications by scalar constants, and the product of these constants."""
-    factor = 1.0
-    for _ in range(DEPTH):
-        scaling = factor_of(graph, graph.op(value))
-        if scaling is None:
-            break
-        value, factor = scaling[0], factor * scaling[1]
-    return value, factor
-
-
-def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
-    """A view past scalings that follow its moves."""
-    factor = 1.0
-    for _ in range(DEPTH):
-        base, number = _unscaled(graph, view.base)
-        if base == view.base:
-            break
-        factor *= number
-        inner = trace(graph, base)
-        if inner is None:
-            break
-        view = inner.moved(view.moves)
-    return view, factor
 
 
 def _lead(leads: Sequence[Shape], operands: Sequence[View]) -> Shape:

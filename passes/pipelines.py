@@ -43,6 +43,7 @@ from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToB
 from optdnn.passes.fuse_conversions import FuseConversions
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_l2_norm import FuseL2Norm
+from optdnn.passes.fuse_linear_attention import FuseLinearAttention
 from optdnn.passes.fuse_norm import FuseNorm
 from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
@@ -236,6 +237,7 @@ O2_GPU: tuple[Pass, ...] = (
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
     TwoWayAttention(),  # before attention, which needs scores of its own for each direction
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
+    FuseLinearAttention(),  # with attention; before epilogues, which would take in the division
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
     ShortAttention(),  # after attention, before its heads are padded and its views are hoisted
     SharedMatrices(),  # after attention, whose scores of one query have this form; before views are hoisted

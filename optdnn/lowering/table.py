@@ -8,6 +8,7 @@ from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.fp32 import Fp32Attention, PartsAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
+from optdnn.kernels.attention.linear import LinearAttentionKernel, LinearAttentionSteps
 from optdnn.kernels.attention.one_query import OneQueryAttention
 from optdnn.kernels.attention.rounded import RoundedAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -231,6 +232,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         AttentionSteps(),
         CudnnAttention(),
     ),
+    "NormalizedLinearAttention": (LinearAttentionKernel(), LinearAttentionSteps()),
     "RotaryEmbedding": (RotaryNormPair(), RotaryPair(), Rotary()),
     "SampleToken": (Sample(),),
     **dict.fromkeys(COLLECTIVES, (Collect(),)),

@@ -14,6 +14,7 @@ from optdnn.ops.checks import agree, agree_all, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import plain_attrs, product_cost, typed_attrs
+from optdnn.ops.normalized_attention import NormalizedAttentionAttrs
 from optdnn.types import FP32, TensorType
 
 NO_ONNX = not_written("a region of a lowered program has no ONNX form")
@@ -119,6 +120,35 @@ def _infer_channel_results(call: Call) -> Result:
 
 CHANNEL_SUMS = region("ChannelSums", _infer_channel_sums, ChannelSumsAttrs, tol=STEPS_TOL)
 CHANNEL_RESULTS = region("ChannelResults", _infer_channel_results, ChannelAttentionAttrs)
+
+
+@dataclass(frozen=True)
+class LinearSumsAttrs(Attrs):
+    """``span``: the tokens of a part; the last part may have fewer. ``rectified``: negative elements of keys are replaced by 0."""
+
+    span: int
+    rectified: bool = False
+
+
+def _infer_linear_sums(call: Call) -> Result:
+    """Parts (B, H, S, 2 + C, C) of k and v (B, H, N, C): in each the sums of v's features, of k's features, and v^T k."""
+    k, v = call.type(0), call.type(1)
+    require_rank(k, 4, "LinearSums keys")
+    agree_all(k.dims, v.dims, f"LinearSums values {v} are not of the keys {k}")
+    batch, heads, tokens, features = k.dims
+    return Result((TensorType(FP32, (batch, heads, -(-tokens // call.attrs.span), features + 2, features)),))
+
+
+def _infer_linear_results(call: Call) -> Result:
+    """Normalized linear attention of queries (B, H, N, C) from these parts."""
+    sums, q = call.type(0), call.type(1)
+    require_rank(sums, 5, "LinearResults parts")
+    agree_all((*sums.dims[:2], sums.dims[4]), (*q.dims[:2], q.dims[3]), f"LinearResults parts {sums} are not of {q}")
+    return Result((q,))
+
+
+LINEAR_SUMS = region("LinearSums", _infer_linear_sums, LinearSumsAttrs, tol=STEPS_TOL)
+LINEAR_RESULTS = region("LinearResults", _infer_linear_results, NormalizedAttentionAttrs, tol=STEPS_TOL)
 
 
 def _infer_factored_attention(call: Call) -> Result:

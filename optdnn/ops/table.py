@@ -24,6 +24,7 @@ from optdnn.ops import (
     linear_attention,
     norm,
     norm_regions,
+    normalized_attention,
     packed,
     pointwise_regions,
     pointwise_scan,
@@ -59,7 +60,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "constants and identities": create.DEFS,
     "fused (our own)": (
         *(*fused.DEFS, *pointwise_scan.DEFS, *resized_peaks.DEFS),
-        *(*farthest.DEFS, *sampled_sum.DEFS, *segment_sum.DEFS, *sinkhorn.DEFS),
+        *(*farthest.DEFS, *sampled_sum.DEFS, *segment_sum.DEFS, *sinkhorn.DEFS, *normalized_attention.DEFS),
     ),
     "gather and scatter": gather.DEFS,
     "matrix products": gemm.DEFS,

@@ -15,7 +15,7 @@ from optdnn.passes.rules.transpose import Perm, pays, shape_before, sink_transpo
 from optdnn.passes.support.facts import in_shape, is_pointwise, operand, with_rank
 
 
-@rule("shared_transpose", {"Transpose"})
+@rule("shared_transpose", {"Transpose"}, looks_far=True)
 def shared_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """The Transpose of a pointwise result moves before the operator, if its data are transposed alike for another reader."""
     made, perm = graph.op(operand(op)), op.attrs.perm

@@ -56,7 +56,7 @@ class Passage:
     perm: Perm | None
 
 
-@rule("sink_transpose", {"Transpose"})
+@rule("sink_transpose", {"Transpose"}, looks_far=True)
 def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it are exchanged, if this pays on every path after the Transpose.
 

@@ -11,7 +11,7 @@ from optdnn.passes.base import Miss
 from optdnn.passes.support.attention_mask import HIDDEN_TWICE, Bias
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
-from optdnn.passes.support.views import keeps_last_two
+from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import DType, Shape, is_float
 
 DEPTH = 32
@@ -130,6 +130,32 @@ def factor_of(graph: Graph, op: Op) -> tuple[Value, float] | None:
             number = float(array.reshape(-1)[0])
             return inner, number if op.kind == "Mul" else 1.0 / number
     return None
+
+
+def unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
+    """The value before multiplications by scalar constants, and the product of these constants."""
+    factor = 1.0
+    for _ in range(DEPTH):
+        scaling = factor_of(graph, graph.op(value))
+        if scaling is None:
+            break
+        value, factor = scaling[0], factor * scaling[1]
+    return value, factor
+
+
+def scaled_view(graph: Graph, view: View) -> tuple[View, float]:
+    """A view past scalings that follow its moves."""
+    factor = 1.0
+    for _ in range(DEPTH):
+        base, number = unscaled(graph, view.base)
+        if base == view.base:
+            break
+        factor *= number
+        inner = trace(graph, base)
+        if inner is None:
+            break
+        view = inner.moved(view.moves)
+    return view, factor
 
 
 def _scaled_rows(graph: Graph, op: Op, shape: Shape, further: Callable[[Value], Scores | None]) -> Scores | None:

@@ -77,7 +77,8 @@ def _largest(a: Array) -> float:
 def _is_small(graph: Graph) -> bool:
     """Whether the network may be tried: its sizes are known, and its work is within the limits."""
     work = elements = 0.0
-    most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in graph.of_kind("MatMul")) else 1.0
+    products = graph.of_kind("MatMul", "NormalizedLinearAttention")
+    most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in products) else 1.0
     for op in graph.ops():
         types = [o.type for o in op.outputs]
         if op.kind in NOT_TRIED or not all(t.is_static for t in types):

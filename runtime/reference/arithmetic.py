@@ -87,6 +87,12 @@ def _between_channels(shape: Shape) -> float:
     return 2 * batch * heads * channels * channels * tokens
 
 
+def _linear_attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """A matrix of features for the keys and values, times the queries."""
+    (batch, heads, rows, size), keys, width = shapes[0], shapes[1][2], shapes[2][3]
+    return 2 * batch * heads * (rows + keys) * size * width
+
+
 def _cached_attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return _attention((shapes[0], *shapes[7:9]), out, attrs)
 
@@ -138,10 +144,13 @@ PRODUCTS: dict[str, Products] = {
     "Gemm": _gemm,
     "ImageConv": _conv(1),
     "LSTM": _recurrent_layer,
+    "LinearResults": lambda shapes, out, attrs: _between_channels((*shapes[1][:2], *shapes[1][:1:-1])),
+    "LinearSums": lambda shapes, out, attrs: _between_channels((*shapes[0][:2], *shapes[0][:1:-1])),
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
     "NormedProduct": _normed_product,
+    "NormalizedLinearAttention": _linear_attention,
     "NormedResidual": lambda shapes, out, attrs: 2 * math.prod(out) * shapes[0][1],
     "PackedRowProduct": _packed_row_product,
     "PairedConv": _paired_conv,

@@ -157,8 +157,21 @@ def tensor_scatter(
     return (out,)
 
 
+def normalized_linear_attention(
+    q: Array, k: Array, v: Array, *, epsilon: float = 0.0, scale: float = 1.0, rectified: bool = False
+) -> tuple[Array, ...]:
+    """NormalizedLinearAttention, in fp32 or float64: q (B, H, L, D), k (B, H, N, D), v (B, H, N, E)."""
+    wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
+    left, turned, values = (x.astype(wide) for x in (q, k.swapaxes(2, 3), v))
+    if rectified:
+        left, turned = (np.maximum(x, 0) for x in (left, turned))
+    divisor = left @ turned.sum(3, keepdims=True) + wide.type(epsilon)
+    return ((wide.type(scale) * (left @ (turned @ values)) / divisor).astype(q.dtype),)
+
+
 KERNELS: dict[str, Kernel] = {
     "Attention": attention,
+    "NormalizedLinearAttention": normalized_linear_attention,
     "RotaryEmbedding": rotary_embedding,
     "TensorScatter": tensor_scatter,
 }

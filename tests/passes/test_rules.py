@@ -14,7 +14,7 @@ from optdnn.errors import InternalError, ShapeError, UsageError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import ReshapeAttrs
-from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, run_pipeline
+from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule, run_pipeline
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import O1, O2, O3, O3_GPU, PIPELINE
@@ -152,6 +152,26 @@ def test_new_ops_are_looked_at_again() -> None:
     report = rule_pass(Swap("Relu", "Abs"), Swap("Abs", "Neg"))(graph)
     assert [f.rule for f in report.fired] == ["Relu_to_Abs", "Abs_to_Neg"]
     assert graph.kinds() == {"Neg": 1, "Tanh": 1}
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_rules_that_look_far_are_tried_again(far: bool) -> None:
+    """Tanh becomes Sigmoid once no op of the network is a Relu. The last Relu is no neighbor, and is tried after it."""
+
+    @rule("bounded", {"Tanh"}, looks_far=far)
+    def bounded(graph: Graph, op: Op) -> Match | Miss:
+        if "Relu" in graph.kinds():
+            return Miss("there is a Relu")
+        return Match((op,), lambda patch: patch.add("Sigmoid", op.inputs))
+
+    n = Net()
+    x = n.input(2, 3)
+    y = n.op("Exp", n.op("Neg", n.op("Tanh", x)))
+    graph = n.done(n.op("Add", y, n.op("Relu", n.op("Neg", n.op("Exp", x)))))
+    report = rule_pass(bounded, ABS)(graph)
+    assert graph.kinds()["Abs"] == 1
+    assert ("Sigmoid" in graph.kinds()) == far
+    assert bool(report.refused) != far
 
 
 def test_refusals_of_ops_that_are_gone_are_forgotten() -> None:

@@ -225,9 +225,12 @@ struct Stream {
     void copy(u32 target, const void* source) const { copy_16_or_zeros(target, source, 16); }
 };
 template <class T> static T __shfl_sync(u32, T value, unsigned lane) {
-    const u32 bits = u32(value);
+    static_assert(sizeof(T) == 4, "one register");
+    u32 bits;
+    memcpy(&bits, &value, 4);
     show(&bits, 1);
-    return T(shown(lane)[0]);
+    memcpy(&value, &shown(lane)[0], 4);
+    return value;
 }
 
 // Hopper's barriers, loads of tiles and wgmma, all of which are done at once; lanes look again and again where they wait.

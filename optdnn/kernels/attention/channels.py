@@ -25,7 +25,7 @@ from optdnn.types import BF16, FP16, FP32, FP64, Array, normalize_axis
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def channel_offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The offers. The number of warps and the tokens that each accumulates set the order in which tokens are summed."""
     many = channels.candidates(replace(problem, batch=MANY), gpu)[:1]
     found = channels.candidates(problem, gpu)
@@ -33,6 +33,13 @@ def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         Offer(c, channels.estimate(problem, c, gpu), any((c.warps, c.depth) == (m.warps, m.depth) for m in many))
         for c in found
     )
+
+
+def channel_parts(b: Builder, op: Op, problem: channels.Problem, config: channels.Config) -> TensorView:
+    """Space for the partial sums between two launches."""
+    parts = (problem.batch, problem.heads, channels.parts(problem, config))
+    whole = b.new(f"{op.outputs[0].name}.sums", FP32, (*parts, 2 + problem.filled, problem.filled))
+    return whole.view((*parts, 2 + problem.channels, problem.channels), whole.strides)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class ChannelAttention(ProblemTactic):
             return "its result is wanted in another order"
         problem = self.problem(b, op)
         reason = channels.refuse(problem)
-        if reason is None and not _offers(problem, b.gpu):
+        if reason is None and not channel_offers(problem, b.gpu):
             reason = "no configuration fits shared memory"
         return reason
 
@@ -135,7 +142,7 @@ class ChannelAttention(ProblemTactic):
         return Region(op, before=tuple(x for x in b.graph.order() if x.id in own))
 
     def offers(self, problem: channels.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return channel_offers(problem, gpu)
 
     def _place_of(self, b: Builder, op: Op) -> TensorView:
         """The result in its reserved place, or as [batch, token, head, channel]."""
@@ -173,10 +180,7 @@ class ChannelAttention(ProblemTactic):
             b.emit(covers, made, operands, "ChannelAttention", attrs, [q, k, v, factors], [out])
             return
         first, second = channels.launches(problem, config, b.gpu)
-        parts = (problem.batch, problem.heads, channels.parts(problem, config))
-        whole = b.new(f"{op.outputs[0].name}.sums", FP32, (*parts, 2 + problem.filled, problem.filled))
-        sums = whole.view((*parts, 2 + problem.channels, problem.channels), whole.strides)
-        operands["sums"] = sums
+        operands["sums"] = sums = channel_parts(b, op, problem, config)
         b.emit(covers, first, operands, "ChannelSums", {"span": config.span}, [q, k], [sums])
         b.emit(covers, second, operands, "ChannelResults", attrs, [sums, v, factors], [out])
 

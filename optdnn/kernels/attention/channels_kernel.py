@@ -4,6 +4,8 @@ In one launch (``attention_channels.cu``), each block sums the scores of its hea
 launches: the blocks of the first share out the tokens (``channel_sums.cu``); the blocks of the second add up the partial sums and
 compute the results (``channel_results.cu``). Heads of more than 64 channels take two launches, and the blocks of the first also share out
 the channels of the queries, in bands.
+
+The kernels also compute normalized linear attention (:class:`Divided`), which has the same two products.
 """
 
 from __future__ import annotations
@@ -29,11 +31,21 @@ LOADED = 40
 
 
 @dataclass(frozen=True)
+class Divided:
+    """Normalized linear attention: ``factor * q (k^T v) / (q (k^T 1) + epsilon)``. ``rectified``: of q and k, negative elements are
+    replaced by 0."""
+
+    epsilon: float
+    rectified: bool
+
+
+@dataclass(frozen=True)
 class Problem:
     """``batch`` x ``heads`` attentions between ``channels`` over ``tokens``.
 
     Views: a position is a token, and its channels are contiguous. ``least``: lower bounds of the norms by which queries and keys are
-    divided; None: they are not normalized. ``unit``: the operands begin at multiples of this number of elements.
+    divided; None: they are not normalized. ``unit``: the operands begin at multiples of this number of elements. ``divided``: linear
+    attention instead, whose values are the kernel's queries ``q``, and whose queries are its values ``v``.
     """
 
     batch: int
@@ -47,6 +59,12 @@ class Problem:
     least: tuple[float, float] | None
     dtype: str = "float16"
     unit: int = 8
+    divided: Divided | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The kernels' two last numbers."""
+        return (self.divided.epsilon, 0.0) if self.divided else self.least or (0.0, 0.0)
 
     @property
     def filled(self) -> int:
@@ -109,11 +127,17 @@ def _sums_bytes(problem: Problem, config: Config) -> int:
     return warps * 2 * channels * 4 + max(warps * config.slots * 16 * (rows + 8 + pitch) * 2, warps * rows * pitch * 4)
 
 
+def _weights_bytes(problem: Problem) -> int:
+    """Bytes of the matrix by which values are multiplied. Linear attention: 16 rows more, and the factors of the rows."""
+    rows = problem.filled + (16 if problem.divided else 0)
+    return rows * (problem.filled + 8) * 2 + (rows * 4 if problem.divided else 0)
+
+
 def _results_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory to compute results from parts: two tiles of 16 values per warp, weights, squares and scores."""
     channels = problem.filled
     row = (channels + 8) * 2
-    return config.warps * 2 * 16 * row + channels * row + 2 * channels * 4 + channels * row * 2
+    return config.warps * 2 * 16 * row + _weights_bytes(problem) + 2 * channels * 4 + channels * row * 2
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -121,7 +145,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if config.depth:
         return max(_sums_bytes(problem, config), _results_bytes(problem, config))
     row = (problem.filled + 8) * 2
-    return config.warps * 16 * row + problem.filled * row + _sums_bytes(problem, config)
+    return config.warps * 16 * row + _weights_bytes(problem) + _sums_bytes(problem, config)
 
 
 def refuse(problem: Problem) -> str | None:
@@ -143,7 +167,8 @@ def refuse(problem: Problem) -> str | None:
 def _recipe(problem: Problem, config: Config, gpu: GpuFacts, name: str) -> Recipe:
     defines = {
         "WARPS": config.warps, "CHANNELS": problem.filled, "ROWS": problem.rows, "SLOTS": config.slots, "WIDTH": problem.width,
-        "NORMALIZE": int(problem.least is not None), **({"DEPTH": config.depth} if config.depth else {}),
+        "NORMALIZE": int(problem.least is not None), "LINEAR": int(problem.divided is not None),
+        "RECTIFY": int(problem.divided is not None and problem.divided.rectified), **({"DEPTH": config.depth} if config.depth else {}),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
     return Recipe(f"{name}.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -162,7 +187,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     for name, view in views.items():
         parameters.pointer(name, offset=view.offset * 2)
     parameters.pointer("factors")
-    parameters.i32(problem.tokens, problem.channels).f32(*(problem.least or (0.0, 0.0)))
+    parameters.i32(problem.tokens, problem.channels).f32(*problem.bounds)
     _views(parameters, *views.values())
     grid = (-(-problem.tokens // (16 * config.warps)), problem.heads, problem.batch)
     recipe = _recipe(problem, config, gpu, "attention_channels")
@@ -179,7 +204,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
     first.pointer("sums").i32(problem.tokens, problem.channels)
     second = Parameters().pointer("sums").pointer("v", offset=problem.v.offset * 2)
     second.pointer("out", offset=problem.out.offset * 2).pointer("factors")
-    second.i32(problem.tokens, problem.channels, many).f32(*(problem.least or (0.0, 0.0)))
+    second.i32(problem.tokens, problem.channels, many).f32(*problem.bounds)
     blocks = many * problem.bands, _result_blocks(problem, config, gpu)
     grids = [(n, problem.heads, problem.batch) for n in blocks]
     return (

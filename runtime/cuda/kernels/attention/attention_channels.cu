@@ -21,7 +21,7 @@ struct Params {
     u16* output;
     const float* factors;                          // per head, for its scores
     int tokens, channels;
-    float least_query, least_key;                  // lower bounds of the norms in divisions
+    float least_query, least_key;                  // lower bounds of the norms in divisions; LINEAR: epsilon, and unused
     View of_queries, of_keys, of_values, of_output;
 };
 
@@ -46,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels
     float* all_squares = reinterpret_cast<float*>(shared + squared);
     sums.store(all_sums + warp * SUMS, all_squares + warp * SQUARES);
     __syncthreads();
-    softmax_rows<WARPS>(
-        reinterpret_cast<u16*>(shared + weights), all_sums, all_squares, factor, p.channels, p.least_query, p.least_key);
+    u16* all_weights = reinterpret_cast<u16*>(shared + weights);
+    make_weights<WARPS>(all_weights, all_sums, all_squares, factor, p.channels, p.least_query, p.least_key);
     __syncthreads();
     if (first < p.tokens)
-        weighted_values(smem_address(shared + own_values), smem_address(shared + weights),
-                        p.output + batch * p.of_output.batch + head * p.of_output.head, p.of_output.position, first, p.tokens, p.channels);
+        weighted_values(smem_address(shared + own_values), all_weights, p.output + batch * p.of_output.batch + head * p.of_output.head,
+                        p.of_output.position, first, p.tokens, p.channels, p.least_query);
 }

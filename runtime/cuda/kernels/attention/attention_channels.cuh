@@ -2,14 +2,19 @@
 //
 // generated.cuh defines WARPS, CHANNELS (of a head, padded to a multiple of 16 with zeros), ROWS (channels of the queries whose scores a warp
 // sums up: all of them, or a band), SLOTS (a warp's ring: slots of sixteen tokens), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2),
-// NORMALIZE and multiply().
+// NORMALIZE, LINEAR, RECTIFY and multiply().
+//
+// LINEAR: the same kernels compute normalized linear attention, (q (k^T v)) / (q (k^T 1) + epsilon). There, "queries" are its values, "keys"
+// its keys, and "values" its queries. Scores are not passed through a softmax. Sums of squares are sums, and RECTIFY replaces negative
+// elements of its keys and queries by 0.
 #pragma once
 
 constexpr int THREADS = WARPS * 32, TILES = CHANNELS / 16, ROW_TILES = ROWS / 16, BANDS = (CHANNELS + ROWS - 1) / ROWS;
 constexpr int PITCH = CHANNELS + 8, ROWS_PITCH = ROWS + 8;   // of rows in shared memory: eight rows of an ldmatrix touch all banks
 constexpr int TOKENS_BYTES = 16 * PITCH * 2, QUERIES_BYTES = 16 * ROWS_PITCH * 2, SLOT_BYTES = QUERIES_BYTES + TOKENS_BYTES;
 constexpr int COLUMNS = (CHANNELS + 31) / 32;      // of a row of scores, for each lane
-constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
+constexpr int WEIGHT_ROWS = CHANNELS + (LINEAR ? 16 : 0);   // LINEAR: with the sums of the keys, in two 16-bit parts
+constexpr int WEIGHTS_BYTES = WEIGHT_ROWS * PITCH * 2 + (LINEAR ? WEIGHT_ROWS * 4 : 0);   // LINEAR: with the factor of each row
 constexpr int SQUARES = 2 * CHANNELS, SUMS = ROWS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
 constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // per multiprocessor, where ptxas would spill otherwise (0: no limit)
 static_assert(CHANNELS % 16 == 0 && ROWS % 16 == 0 && CHANNELS % WARPS == 0, "tiles of 16 channels, and whole rows for a warp");
@@ -40,7 +45,12 @@ DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int
     }
 }
 
-DEVICE float squares(u32 packed) { return low_float(packed) * low_float(packed) + high_float(packed) * high_float(packed); }
+DEVICE float summand(u32 packed) {
+    const float low = low_float(packed), high = high_float(packed);
+    return LINEAR ? low + high : low * low + high * high;
+}
+
+DEVICE u32 rectified(u32 packed) { return RECTIFY ? relu2(packed) : packed; }
 
 // The sum over the four lanes that share a row of a fragment.
 DEVICE float sum_of_four(float v) {
@@ -60,7 +70,7 @@ template <int COPIES> DEVICE float reciprocal_norm(const float* sums, float leas
 
 struct Sums {
     float scores[ROW_TILES][2 * TILES][4];         // a fragment's row: a channel of the queries; column: of the keys
-    float query[ROW_TILES][2], key[2 * TILES];     // squares
+    float query[ROW_TILES][2], key[2 * TILES];     // squares (LINEAR: sums)
 
     inline __device__ void clear() {
         #pragma unroll
@@ -84,15 +94,17 @@ struct Sums {
         #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
             ldmatrix_x4_trans(queries + rows + m * 32, a[m][0], a[m][1], a[m][2], a[m][3]);
-            query[m][0] += squares(a[m][0]) + squares(a[m][2]);
-            query[m][1] += squares(a[m][1]) + squares(a[m][3]);
+            query[m][0] += summand(a[m][0]) + summand(a[m][2]);
+            query[m][1] += summand(a[m][1]) + summand(a[m][3]);
         }
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
             u32 b[4];
             ldmatrix_x4_trans(keys + columns + n * 32, b[0], b[1], b[2], b[3]);
-            key[2 * n] += squares(b[0]) + squares(b[1]);
-            key[2 * n + 1] += squares(b[2]) + squares(b[3]);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) b[i] = rectified(b[i]);
+            key[2 * n] += summand(b[0]) + summand(b[1]);
+            key[2 * n + 1] += summand(b[2]) + summand(b[3]);
             #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 multiply(scores[m][2 * n], a[m], b[0], b[1]);
@@ -192,11 +204,84 @@ DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, 
     }
 }
 
-// Computes the results of the warp's sixteen tokens from ``first`` on.
-DEVICE void weighted_values(u32 values, u32 weights, u16* output, int position, int first, int tokens, int channels) {
+// The inverse of a power of two, exactly.
+DEVICE float inverse(float power) { return __int_as_float((254 << 23) - int(__float_as_uint(power))); }
+
+// The power of two that brings the largest magnitude of a row near 2^13, so that 16-bit floats hold the row.
+DEVICE float row_scale(float most) {
+    #pragma unroll
+    for (int half = 16; half; half /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, half));
+    const int exponent = int(__float_as_uint(most) >> 23);
+    return exponent == 0 ? 1.0f : __int_as_float(min(267 - exponent, 252) << 23);
+}
+
+// LINEAR: the warp's rows of k^T v (the sum of COPIES copies in shared memory), each times a power of two, to [row][PITCH] in shared memory.
+// ``factors`` undo these. The first warp adds the sums of the keys, as two rows: one rounded to 16 bits, and one of what that leaves.
+template <int COPIES>
+DEVICE void scaled_rows(u16* weights, float* factors, const float* sums, const float* summed, float factor) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float v[COLUMNS];
+    auto add_copies = [&](const float* from, int copy) {
+        float most = 0.0f;
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            v[c] = 0.0f;
+            #pragma unroll
+            for (int w = 0; w < COPIES; w++) v[c] += from[w * copy + min(lane + 32 * c, CHANNELS - 1)];
+            most = fmaxf(most, fabsf(v[c]));
+        }
+        return row_scale(most);
+    };
+    #pragma unroll
+    for (int r = 0; r < CHANNELS / WARPS; r++) {
+        const int row = r * WARPS + warp;
+        const float scale = add_copies(sums + row * PITCH, SUMS);
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+            if (lane + 32 * c < CHANNELS) weights[row * PITCH + lane + 32 * c] = pack1(v[c] * scale);
+        if (lane == 0) factors[row] = factor * inverse(scale);
+    }
+    if (warp != 0) return;
+    const float scale = add_copies(summed + CHANNELS, SQUARES);
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        if (lane + 32 * c >= CHANNELS) continue;
+        u16* to = weights + CHANNELS * PITCH + lane + 32 * c;
+        to[0] = pack1(v[c] * scale);
+        to[PITCH] = pack1(v[c] * scale - low_float(to[0]));
+    }
+    if (lane == 0) factors[CHANNELS] = inverse(scale);
+}
+
+// The matrix by which values are multiplied, from the sums of scores. LINEAR: with the factors of its rows after it.
+template <int COPIES>
+DEVICE void make_weights(u16* weights, const float* sums, const float* squared, float factor, int channels, float least_query, float least_key) {
+    if constexpr (LINEAR)
+        scaled_rows<COPIES>(weights, reinterpret_cast<float*>(weights + WEIGHT_ROWS * PITCH), sums, squared, factor);
+    else
+        softmax_rows<COPIES>(weights, sums, squared, factor, channels, least_query, least_key);
+}
+
+// LINEAR: divides the results of sixteen tokens. Two columns of ``divisors`` add up to the divisor of a token.
+DEVICE void divide_results(float (&out)[2 * TILES][4], const float (&divisors)[4], const float* factors, float epsilon) {
     const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float own = (divisors[2 * i] + divisors[2 * i + 1]) * factors[CHANNELS];
+        const float divisor = __shfl_sync(0xffffffffu, own, lane & ~3) + epsilon;
+        #pragma unroll
+        for (int n = 0; n < 2 * TILES; n++)
+            #pragma unroll
+            for (int j = 0; j < 2; j++) out[n][2 * i + j] = out[n][2 * i + j] * factors[n * 8 + lane % 4 * 2 + j] / divisor;
+    }
+}
+
+// Computes the results of the warp's sixteen tokens from ``first`` on. ``epsilon``: see LINEAR.
+DEVICE void weighted_values(u32 values, const u16* all_weights, u16* output, int position, int first, int tokens, int channels, float epsilon) {
+    const int lane = threadIdx.x % 32;
+    const u32 weights = smem_address(all_weights);
     const u32 down = lane % 16 * PITCH * 2 + lane / 16 * 16, across = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;
-    float out[2 * TILES][4];
+    float out[2 * TILES][4], divisors[4] = {};
     #pragma unroll
     for (int n = 0; n < 2 * TILES; n++)
         #pragma unroll
@@ -206,13 +291,20 @@ DEVICE void weighted_values(u32 values, u32 weights, u16* output, int position, 
         u32 a[4];
         ldmatrix_x4(values + down + k * 32, a[0], a[1], a[2], a[3]);
         #pragma unroll
-        for (int n = 0; n < TILES; n++) {
+        for (int i = 0; i < 4; i++) a[i] = rectified(a[i]);
+        #pragma unroll
+        for (int n = 0; n < WEIGHT_ROWS / 16; n++) {
             u32 b[4];
             ldmatrix_x4(weights + across + n * 16 * PITCH * 2 + k * 32, b[0], b[1], b[2], b[3]);
-            multiply(out[2 * n], a, b[0], b[1]);
-            multiply(out[2 * n + 1], a, b[2], b[3]);
+            if (n == TILES) {
+                multiply(divisors, a, b[0], b[1]);
+            } else {
+                multiply(out[2 * n], a, b[0], b[1]);
+                multiply(out[2 * n + 1], a, b[2], b[3]);
+            }
         }
     }
+    if constexpr (LINEAR) divide_results(out, divisors, reinterpret_cast<const float*>(all_weights + WEIGHT_ROWS * PITCH), epsilon);
     #pragma unroll
     for (int n = 0; n < 2 * TILES; n++) {
         #pragma unroll

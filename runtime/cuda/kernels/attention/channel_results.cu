@@ -15,7 +15,7 @@ struct Params {
     u16* output;
     const float* factors;                          // per head, for its scores
     int tokens, channels, parts;
-    float least_query, least_key;                  // lower bounds of the norms in divisions
+    float least_query, least_key;                  // lower bounds of the norms in divisions; LINEAR: epsilon, and unused
     View of_values, of_output;
 };
 
@@ -68,14 +68,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_results(co
     float* all_sums = all_squares + SQUARES;
     add_parts(all_sums, all_squares, p.sums + (long long)(batch * gridDim.y + head) * p.parts * PART, p.parts);
     __syncthreads();
-    softmax_rows<1>(
-        reinterpret_cast<u16*>(shared + weights), all_sums, all_squares, factor, p.channels, p.least_query, p.least_key);
+    u16* all_weights = reinterpret_cast<u16*>(shared + weights);
+    make_weights<1>(all_weights, all_sums, all_squares, factor, p.channels, p.least_query, p.least_key);
     __syncthreads();
     for (int slot = 0; first < p.tokens; first += stride, slot ^= 1) {
         copies_wait_but<1>();
         __syncwarp();
         const u32 own = own_values + slot * TOKENS_BYTES;
-        weighted_values(smem_address(shared + own), smem_address(shared + weights), output, p.of_output.position, first, p.tokens, p.channels);
+        weighted_values(smem_address(shared + own), all_weights, output, p.of_output.position, first, p.tokens, p.channels, p.least_query);
         __syncwarp();                              // all lanes have read the slot
         load_tokens(shared, own, values, p.of_values.position, first + 2 * stride, p.tokens, p.channels);
         copies_commit();
