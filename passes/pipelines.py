@@ -21,12 +21,14 @@ from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
+from optdnn.passes.counted_masks import CountedMasks
 from optdnn.passes.counted_places import CountedPlaces
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.deviation_norms import DeviationNorms
 from optdnn.passes.divided_loops import DividedLoops
+from optdnn.passes.doubled_scans import DoubledScans
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
@@ -202,6 +204,8 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # again: selections among padded rows (R-CNN: detections of the best regions)
     PadRows(),  # again: the sizes that follow from others (R-CNN: masks of detections)
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
+    CountedMasks(),  # when Expands that broadcasting replaces are gone; before fusions, which take in the arithmetic of masks
+    DoubledScans(),  # before passes on chains of steps; before fusions, which would take in the steps
     LongTopK(),  # after MaskedRows, whose selections are from all scores
     FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps

@@ -1,7 +1,8 @@
 """Operators of PyTorch that torch.export's translator to ONNX does not have, or would write inefficiently or wrongly.
 
-It has no adaptive max pooling (CBAM) and no test of all elements. It unrolls the steps of plain recurrent layers. It gives a Conv3d
-without a bias a bias of shape [C, 2], which only its own optimizer removes again.
+It has no adaptive max pooling (CBAM), no test of all elements, and no products of all elements up to each one (NeRF). It unrolls
+the steps of plain recurrent layers. It gives a Conv3d without a bias a bias of shape [C, 2], which only its own optimizer removes
+again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-INT32, BOOL = 6, 9
+INT32, INT64, BOOL = 6, 7, 9
 """Types of ONNX."""
 
 
@@ -24,6 +25,7 @@ def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
         aten.adaptive_max_pool2d.default: _adaptive_max_pool,
         aten.adaptive_max_pool3d.default: _adaptive_max_pool,
         aten._is_all_true.default: _is_all_true,
+        aten.cumprod.default: _cumprod,
     }
 
 
@@ -55,6 +57,23 @@ def _is_all_true(x: Any) -> Any:
     op = _opset()
 
     return op.Cast(op.ReduceMin(op.Cast(x, to=INT32), keepdims=0), to=BOOL)
+
+
+def _cumprod(x: Any, dim: int, dtype: int = -1) -> Any:
+    """The products of all elements up to each one, along an axis of known size. Each step multiplies twice as many elements."""
+    op = _opset()
+
+    count = x.shape[dim] if len(x.shape) else 1
+    if not isinstance(count, int):
+        raise ValueError(f"a cumulative product along axis {dim} of {x.shape} needs an axis of known size")
+    if dtype != -1:
+        x = op.Cast(x, to=dtype)
+    elif not x.dtype.is_floating_point():
+        x = op.Cast(x, to=INT64)
+    one, reach = op.CastLike(1.0, x), 1
+    while reach < count:
+        x, reach = op.Mul(x, op.Pad(x, [reach, -reach], one, [dim])), 2 * reach
+    return x
 
 
 def _conv3d(

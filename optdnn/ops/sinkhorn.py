@@ -20,11 +20,12 @@ MOST_LINES = 32
 @dataclass(frozen=True)
 class SinkhornAttrs(Attrs):
     """Matrices are the last two axes. ``count`` times they are divided by their sums along an axis, plus ``epsilon``: first
-    along ``axis`` (-1: sums of rows, -2: sums of columns), then along the two axes in turn."""
+    along ``axis`` (-1: sums of rows, -2: sums of columns), then along the two axes in turn. A divisor is at least ``floor``."""
 
     axis: int
     count: int
     epsilon: float = 0.0
+    floor: float = 0.0
 
     def axes(self) -> list[int]:
         """The axis of each division."""
@@ -33,8 +34,9 @@ class SinkhornAttrs(Attrs):
 
 def _infer(call: Call) -> Result:
     x, a = floating(call), call.attrs
-    if len(x.dims) < 2 or a.axis not in (-1, -2) or a.count < 1 or a.epsilon < 0:
-        raise ShapeError(f"Sinkhorn of {x} along axis {a.axis}, {a.count} times, with an epsilon of {a.epsilon:g}")
+    if len(x.dims) < 2 or a.axis not in (-1, -2) or a.count < 1 or min(a.epsilon, a.floor) < 0:
+        bounds = f"an epsilon of {a.epsilon:g} and a floor of {a.floor:g}"
+        raise ShapeError(f"Sinkhorn of {x} along axis {a.axis}, {a.count} times, with {bounds}")
     return Result((x,))
 
 
@@ -49,6 +51,8 @@ def _export(a: SinkhornAttrs, inputs: Sequence[str], n_outputs: int, e: Export) 
         (divisor,) = e.node("ReduceSum", [found, e.const(np.array([axis]), "axes")], keepdims=1)
         if a.epsilon:
             (divisor,) = e.node("Add", [divisor, e.const(np.asarray(a.epsilon).astype(t.dtype), "epsilon")])
+        if a.floor:
+            (divisor,) = e.node("Max", [divisor, e.const(np.asarray(a.floor).astype(t.dtype), "floor")])
         (found,) = e.node("Div", [found, divisor])
     return (found,)
 

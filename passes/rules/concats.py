@@ -98,7 +98,9 @@ def turned_parts(graph: Graph, op: Op) -> Match | None:
     Set Transformer (Lee et al., 2019) joins its heads along the batch, and takes them apart in the same way."""
     split = producer(graph, op.inputs[0], {"Split"})
     parts = [] if split is None else split.values
-    if split is None or list(op.inputs) != parts or not op.outputs[0].type.is_static or len(parts) < 2:
+    if split is None or list(op.inputs) != parts or len(parts) < 2:
+        return None
+    if not op.outputs[0].type.is_static or not graph.type(operand(split)).is_static:
         return None
     dims = graph.type(operand(split)).static_shape
     along, onto = (normalize_axis(x.attrs.axis, len(dims)) for x in (split, op))

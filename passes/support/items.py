@@ -34,7 +34,10 @@ def computes_items(graph: Graph, op: Op, slots: Collection[int]) -> bool:
         return small and all(len(t.dims) == rank for t in given)
     if op.kind in LAYERS:
         return tuple(slots) == (0,) and _layer(graph, op)
-    return ((op.kind == "Concat" and not others) or tuple(slots) == (0,)) and _moves(graph, op)
+    fits = (
+        not others if op.kind == "Concat" else tuple(slots) == (0,)
+    )  # a constant part has the items of one operand only
+    return fits and _moves(graph, op)
 
 
 def equal(graph: Graph, a: Value | None, b: Value | None) -> bool:

@@ -139,6 +139,8 @@ RULES: Mapping[str, str] = {
     "sums_of_trees": "sums of trees written as one ensemble",
     "stacked_columns": "equal columns of a Concat computed at once",
     "pasted_picture": "loops that paste resized pictures written as products",
+    "doubled_scan": "steps of cumulative sums and products merged into one operator",
+    "counted_mask": "masks up to the longest length given the size of what they mask",
     "counted_places": "lengths of lists of places computed as sums",
     "padded_places": "lists of places of known length written by scatters",
     "farthest_points": "points far from each other chosen in one launch",

@@ -145,10 +145,13 @@ def mean_variance_normalization(x: Array, *, axes: Sequence[int] = (0, 2, 3)) ->
     return (centered / (deviation + x.dtype.type(1e-9)),)
 
 
-def sinkhorn(x: Array, *, axis: int, count: int, epsilon: float = 0.0) -> tuple[Array, ...]:
-    """Matrices (the last two axes) divided ``count`` times by their sums plus ``epsilon``: first along ``axis``, then in turn."""
+def sinkhorn(x: Array, *, axis: int, count: int, epsilon: float = 0.0, floor: float = 0.0) -> tuple[Array, ...]:
+    """Matrices (the last two axes) divided ``count`` times by their sums plus ``epsilon``: first along ``axis``, then in turn.
+
+    A divisor is at least ``floor``, if that is not 0."""
     for k in range(count):
-        x = x / (x.sum(axis=axis if k % 2 == 0 else -3 - axis, keepdims=True) + x.dtype.type(epsilon))
+        divisor = x.sum(axis=axis if k % 2 == 0 else -3 - axis, keepdims=True) + x.dtype.type(epsilon)
+        x = x / (np.maximum(divisor, x.dtype.type(floor)) if floor else divisor)
     return (x,)
 
 

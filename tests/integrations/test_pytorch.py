@@ -341,6 +341,42 @@ def test_whether_all_elements_are_true(true: bool) -> None:
 
 
 @needs_torch
+def test_cumulative_products() -> None:
+    """Torch's translator does not have them: the transmittance of NeRF (Mildenhall et al., 2020)."""
+    pytest.importorskip("onnxscript")
+
+    class Products(torch.nn.Module):
+        def forward(self, rays: Any, columns: Any, counts: Any, number: Any) -> Any:
+            wide = torch.cumprod(counts, -1, dtype=torch.float32)
+            return rays.cumprod(1), columns.cumprod(0), counts.cumprod(-1), wide, number.cumprod(0)
+
+    torch.manual_seed(0)
+    operands = (
+        torch.randn(2, 7),
+        torch.randn(5, 3, 2),
+        torch.randint(-3, 4, (2, 8), dtype=torch.int32),
+        torch.tensor(3.0),
+    )
+    engine = from_torch(Products().eval(), operands, exporter="dynamo", target="reference")
+    got = engine.run({port.name: x.numpy() for port, x in zip(engine.inputs, operands, strict=True)})
+    for made, expected in zip(got.values(), Products()(*operands), strict=True):
+        assert made.dtype == expected.numpy().dtype
+        np.testing.assert_allclose(made, expected.numpy(), rtol=1e-6)
+
+
+@needs_torch
+def test_cumulative_products_over_an_axis_of_unknown_size_are_refused() -> None:
+    pytest.importorskip("onnxscript")
+
+    class Products(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.cumprod(x, 1)
+
+    with pytest.raises(ModelError, match=r"cumulative product along axis 1 .* needs an axis of known size"):
+        from_torch(Products().eval(), torch.randn(2, 7), exporter="dynamo", shapes={"x": "2x2..7..9"})
+
+
+@needs_torch
 def test_grouped_products_of_experts_get_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise RuntimeError("No ONNX function found for <OpOverload(op='transformers.grouped_mm_fallback')>")

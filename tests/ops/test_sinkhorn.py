@@ -23,9 +23,11 @@ def test_rows_and_columns_are_divided_in_turn() -> None:
     np.testing.assert_allclose(y, [[1 / 3, 0.6], [2 / 3, 0.4]])
     (y,) = OPDEFS["Sinkhorn"].kernel(x, axis=-2, count=1, epsilon=1.0)
     np.testing.assert_allclose(y, [[0.25, 0.5], [0.5, 1 / 3]])
+    (y,) = OPDEFS["Sinkhorn"].kernel(x, axis=-2, count=1, floor=4.0)
+    np.testing.assert_allclose(y, [[0.25, 0.6], [0.5, 0.4]])
 
 
-@pytest.mark.parametrize("attrs", [SinkhornAttrs(-1, 4), SinkhornAttrs(-2, 3, 1e-3)])
+@pytest.mark.parametrize("attrs", [SinkhornAttrs(-1, 4), SinkhornAttrs(-2, 3, 1e-3), SinkhornAttrs(-1, 3, 0.0, 2.5)])
 def test_export(attrs: SinkhornAttrs) -> None:
     n = Net()
     check_export(n.done(n.op("Sinkhorn", n.op("Sigmoid", n.input(2, 3, 5)), attrs=attrs)), rtol=1e-5)
@@ -38,6 +40,7 @@ def test_export(attrs: SinkhornAttrs) -> None:
         ((2, 3), SinkhornAttrs(1, 2), "along axis 1"),
         ((2, 3), SinkhornAttrs(-1, 0), "0 times"),
         ((2, 3), SinkhornAttrs(-1, 2, -1.0), "an epsilon of -1"),
+        ((2, 3), SinkhornAttrs(-1, 2, 0.0, -1.0), "a floor of -1"),
     ],
 )
 def test_contradictions(shape: tuple[int, ...], attrs: SinkhornAttrs, because: str) -> None:

@@ -11,6 +11,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
+from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import EpsilonAttrs
@@ -337,3 +338,10 @@ def test_equal_parts_joined_along_another_axis_are_a_view(axis: int, onto: int) 
 )
 def test_other_parts_joined_along_another_axis_stay(graph: Graph) -> None:
     check_untouched(Canonicalize(), graph)
+
+
+def test_parts_of_a_tensor_of_unknown_size_stay() -> None:
+    """A network that was traced with one batch size: only the sizes of the parts are known."""
+    n = Net(np.float64)
+    parts = n.op("Split", n.op("Exp", n.input(4 * symbol("b"), 6, 6)), n.ints(2, 2), outputs=2, attrs=SplitAttrs(0))
+    check_untouched(Canonicalize(), n.done(n.op("Neg", n.op("Concat", *parts, attrs=ConcatAttrs(2)))))

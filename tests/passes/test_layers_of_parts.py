@@ -137,6 +137,7 @@ def test_equal_operators_are_one(call: Layer) -> None:
         lambda n, x: n.op("Reshape", x, n.ints(-1)),
         lambda n, x: n.op("Slice", x, n.ints(1), n.ints(2), n.ints(0)),
         lambda n, x: n.op("Concat", x, x, attrs=ConcatAttrs(0)),
+        lambda n, x: n.op("Concat", x, n.const(np.ones((ITEMS, 1, 4, 6))), attrs=ConcatAttrs(1)),  # coordinates (CoordConv)
         lambda n, x: n.op("Add", x, n.const(np.arange(ITEMS * 3 * 4 * 6.0).reshape(ITEMS, 3, 4, 6))),
         lambda n, x: n.op("CumSum", x, n.const(0, np.int64)),
     ],

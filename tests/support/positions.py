@@ -308,7 +308,7 @@ def matrices(n: Net) -> list[Any]:
     sizes = ((4, 4, -2, 7), (3, 5, -1, 4), (16, 16, -1, 5), (7, 32, -2, 6), (3, 1, -1, 3))
     for k, (rows, columns, axis, count) in enumerate(sizes):
         x = n.op("Sigmoid", n.input(5, rows, columns, name=f"x{k}"))
-        found.append(n.op("Sinkhorn", x, attrs=SinkhornAttrs(axis, count, 1e-3 * k)))
+        found.append(n.op("Sinkhorn", x, attrs=SinkhornAttrs(axis, count, 1e-3 * k, 0.5 * k)))
     turned = n.op("Transpose", n.op("Sigmoid", n.input(6, 4, 5, name="turned")), attrs=TransposeAttrs((2, 1, 0)))
     return [*found, n.op("Sinkhorn", turned, attrs=SinkhornAttrs(-1, 3))]
 

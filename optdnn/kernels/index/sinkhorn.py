@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.index.index_kernel import IndexKernel, coordinates, emit_index_kernel, needed, operands_of, shape_at
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
-from optdnn.ops.sinkhorn import MOST_LINES
+from optdnn.ops.sinkhorn import MOST_LINES, SinkhornAttrs
 
 LAUNCH_S, ROW_S, SHUFFLE_S = 1.5e-6, 8e-9, 3e-9
 """Seconds of a launch, and, in a division by sums, of each row and of each shuffle of it (13 timings on an H100)."""
@@ -25,16 +25,19 @@ def _lanes(columns: int) -> int:
     return 1 << (columns - 1).bit_length()
 
 
-def _divisions(rows: int, lanes: int, full: bool, t: str, epsilon: str) -> tuple[str, str]:
-    """The division by sums of rows, and by sums of columns. Lanes without a column hold zeros.
+def _divisions(rows: int, lanes: int, full: bool, t: str, a: SinkhornAttrs) -> tuple[str, str]:
+    """The division by sums of rows, and by sums of columns. Lanes without a column hold zeros. ``t``: the arithmetic type.
 
     ``full``: no warp has fewer than 32 threads. The mask of a shuffle is then a constant.
     """
     mask = "0xffffffffu" if full else f"{hex((1 << lanes) - 1)}u << (threadIdx.x % 32 / {lanes} * {lanes})"
     steps = [1 << k for k in range(lanes.bit_length() - 1)]
     shuffles = " ".join(f"sum += __shfl_xor_sync(mask, sum, {s});" for s in steps)
+    divisor = f"sum + {literal(a.epsilon, t)}"
+    if a.floor:
+        divisor = f"max_nan({divisor}, {literal(a.floor, t)})"
     # The exact reciprocal of fp32 is ten times as slow: a subroutine, with a slow path for zeros.
-    factor = f"__fdividef(1.0f, sum + {epsilon})" if t == "float" else f"1 / (sum + {epsilon})"
+    factor = f"__fdividef(1.0f, {divisor})" if t == "float" else f"1 / ({divisor})"
     of_rows = f"""
             const u32 mask = {mask};
             #pragma unroll
@@ -60,7 +63,7 @@ def _sinkhorn(b: Builder, op: Op) -> None:
     *outer, rows, columns = out.shape
     lanes = _lanes(columns)
     full = math.prod(outer) * lanes % 32 == 0
-    of_rows, of_columns = _divisions(rows, lanes, full, t, literal(a.epsilon, t))
+    of_rows, of_columns = _divisions(rows, lanes, full, t, a)
     at = coordinates("o", r, {r - 2: "a"})
     holds = "true" if lanes == columns else f"o{r - 1} < {columns}"
     lines = f"""const bool holds = {holds};
