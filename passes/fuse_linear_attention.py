@@ -12,6 +12,7 @@ Constant factors on queries, keys and values become one. A Relu of queries and k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -179,20 +180,30 @@ def _perms(view: View) -> tuple[tuple[int, ...], ...] | None:
 
 def _is_permuted(view: View, perms: Sequence[tuple[int, ...]]) -> bool:
     """Whether a view has its base's elements in the order of these permutations."""
-    if not all(isinstance(n, int) for n in view.before) or any(len(p) != len(view.before) for p in perms):
+    sizes = _known(view.before)
+    if sizes is None or any(len(p) != len(sizes) for p in perms):
         return False
-    wanted = np.arange(size_of(view.before)).reshape(view.before)
+    wanted = np.arange(math.prod(sizes)).reshape(sizes)
     shown = _shown(view, wanted)
     for perm in perms:
         wanted = wanted.transpose(perm)
-    return np.array_equal(shown, wanted)
+    return shown is not None and np.array_equal(shown, wanted)
 
 
-def _shown(view: View, base: Array) -> Array:
-    """The elements of a view of ``base``, which has the size of its base."""
-    shown = base.reshape(view.before)
-    for move in view.moves:
-        shown = shown.reshape(move.shape) if move.perm is None else shown.transpose(move.perm)
+def _known(shape: Shape) -> tuple[int, ...] | None:
+    """The sizes, if all of them are known."""
+    known = tuple(n for n in shape if isinstance(n, int))
+    return known if len(known) == len(shape) else None
+
+
+def _shown(view: View, base: Array) -> Array | None:
+    """The elements of a view of ``base``, which has the size of its base; None if sizes are not known."""
+    shown = base
+    for shape, perm in ((view.before, None), *((move.shape, move.perm) for move in view.moves)):
+        sizes = _known(shape)
+        if sizes is None:
+            return None
+        shown = shown.reshape(sizes) if perm is None else shown.transpose(perm)
     return shown
 
 
@@ -246,9 +257,10 @@ def _kept(graph: Graph, op: Op) -> tuple[int, int, int] | None:
     if len(changed) != 1 or starts is None or len(starts) != 1 or steps != (1,):
         return None
     axis = changed[0]
-    if not isinstance(before[axis], int) or (axes is not None and normalize_axis(axes[0], len(before)) != axis):
+    size, count = before[axis], after[axis]
+    if axes is not None and normalize_axis(axes[0], len(before)) != axis:
         return None
-    return axis, starts[0] % before[axis], after[axis]
+    return (axis, starts[0] % size, count) if isinstance(size, int) and isinstance(count, int) else None
 
 
 def _before_ones(graph: Graph, view: View) -> tuple[_Factor, Op] | None:
@@ -305,15 +317,16 @@ def _key_sum(graph: Graph, column: View, turned_keys: View) -> tuple[float, Op] 
     rest = moves[common:]
     if keys.view.base != turned_keys.base or keys.view.moves != moves[:common] or len(rest) > 1:
         return None
-    shape, rank = keys.view.shape, len(keys.view.shape)
-    perm = rest[0].perm if rest else tuple(range(rank))
-    if perm is None or perm[-1] != axis or not all(isinstance(n, int) for n in shape):
+    sizes = _known(keys.view.shape)
+    perm = rest[0].perm if rest else tuple(range(len(keys.view.shape)))
+    if sizes is None or perm is None or perm[-1] != axis:
         return None
-    each = np.arange(size_of(n for i, n in enumerate(shape) if i != axis))
-    whole = each.reshape([1 if i == axis else n for i, n in enumerate(shape)]).transpose(perm)
-    if not np.array_equal(_shown(column, each), whole):
+    kept = [1 if i == axis else n for i, n in enumerate(sizes)]
+    each = np.arange(math.prod(kept))
+    shown = _shown(column, each)
+    if shown is None or not np.array_equal(shown, each.reshape(kept).transpose(perm)):
         return None
-    return keys.scale * (1.0 / shape[axis] if op.kind == "ReduceMean" else 1.0), op
+    return keys.scale * (1.0 / sizes[axis] if op.kind == "ReduceMean" else 1.0), op
 
 
 def _attrs(quotient: _Quotient, over: float, under: float, shared: float) -> NormalizedAttentionAttrs | None:

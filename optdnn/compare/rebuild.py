@@ -66,7 +66,7 @@ def _calibration(
     graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
 ) -> Calibration | None:
     """The ranges that an engine was built with, computed once more."""
-    given = plan.quantizes or "calibrator" in program.meta.get("options", ())  # type: ignore[operator]
+    given = plan.quantizes or "calibrator" in program.meta.get("options", ())
     if not (given and plan.uses_ranges(TargetName.parse(program.target).on_gpu)):
         return None
     if options.calib is None:

@@ -145,7 +145,9 @@ def test_values_of_calibration_data_beyond_fp16(monkeypatch: pytest.MonkeyPatch)
         AssignPrecision()(powers(), context)
         assert len(found) == ("fp16" in plan.floats)
         assert log.tried is (True if found and largest else False if found else None)
-        assert [r.key for r in log.risks if "reaches" in r.what] == list(plan.nodes), "a risk that was asked for by name"
+        assert [r.key for r in log.risks if "reaches" in r.what] == list(plan.nodes), (
+            "a risk that was asked for by name"
+        )
         return log.refused
 
     plan = PrecisionPlan("fp16", base="fp16")
