@@ -23,6 +23,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.normalized_attention import NormalizedAttentionAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.attention_scores import factor_of, has_stages, scaled_view
+from optdnn.passes.support.crops import starts
 from optdnn.passes.support.facts import RESHAPES, exchange_last, ints, operand, producer, scalar
 from optdnn.passes.support.pattern_rule import used_outside
 from optdnn.passes.support.views import View, trace
@@ -249,18 +250,14 @@ def _appended(graph: Graph, quotient: _Quotient, turned: bool) -> _Parts | None:
 
 
 def _kept(graph: Graph, op: Op) -> tuple[int, int, int] | None:
-    """(axis, first element, number of elements) of a Slice along one axis in steps of 1."""
-    before, after = graph.type(op.inputs[0]).dims, op.outputs[0].type.dims  # type: ignore[arg-type]
+    """(axis, first element, number of elements) of a Slice that shortens one axis, in steps of 1."""
+    before, after, begin = graph.type(operand(op)).dims, op.outputs[0].type.dims, starts(graph, op)
     changed = [i for i, (m, n) in enumerate(zip(before, after, strict=True)) if m != n]
-    starts, axes = ints(graph, op.input(1)), ints(graph, op.input(3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    if len(changed) != 1 or starts is None or len(starts) != 1 or steps != (1,):
+    if begin is None or len(changed) != 1:
         return None
-    axis = changed[0]
-    size, count = before[axis], after[axis]
-    if axes is not None and normalize_axis(axes[0], len(before)) != axis:
-        return None
-    return (axis, starts[0] % size, count) if isinstance(size, int) and isinstance(count, int) else None
+    (axis,) = changed
+    count = after[axis]
+    return (axis, begin[axis], count) if isinstance(count, int) else None
 
 
 def _before_ones(graph: Graph, view: View) -> tuple[_Factor, Op] | None:

@@ -22,7 +22,8 @@ from optdnn.passes.fuse_linear_attention import MOST_FEATURES, FuseLinearAttenti
 FP16 = PassContext("cuda:sm_90a", "fp16")
 KIND = "NormalizedLinearAttention"
 CONSTANTS = """int64[1] axis = {2}, int64[1] last = {3}, int64[1] third = {2}, int64[1] first = {0}, int64[1] four = {4},
-int64[1] five = {5}, int64[8] right = {0, 0, 0, 0, 0, 0, 0, 1}, int64[8] below = {0, 0, 0, 0, 0, 0, 1, 0}, float eps = {0.5},
+int64[1] five = {5}, int64[1] far = {-6}, int64[1] unit = {1},
+int64[8] right = {0, 0, 0, 0, 0, 0, 0, 1}, int64[8] below = {0, 0, 0, 0, 0, 0, 1, 0}, float eps = {0.5},
 float half = {0.5}, float one = {1},
 float[2,3,9,1] ones = {""" + ", ".join(["1"] * 54) + "}"  # fmt: skip
 SHAPES = "float[2,3,9,4] q, float[2,3,9,4] k, float[2,3,9,4] v"
@@ -149,6 +150,7 @@ def test_refusals(net: str, because: str) -> None:
         APPENDED.replace("right, one", "right, eps"),
         APPENDED.replace("right, one", "below, one").replace("(t, w)", "(t, v)").replace("four, five", "third, last"),
         APPENDED.replace("Slice(s, four, five, last)", "Slice(s, third, last, last)"),
+        APPENDED.replace("Slice(s, four, five, last)", "Slice(s, far, unit, last)"),
         APPENDED.replace("Add(low, eps)", "Add(low, q1)").replace("w = Pad", "q1 = Slice(q, first, four, last) w = Pad"),
         APPENDED.replace("Add(low, eps)", "Sub(low, eps)"),
         APPENDED.replace("y = Div(top, safe)", "y = Div(safe, top)"),
