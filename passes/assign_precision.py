@@ -52,7 +52,7 @@ from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.large_scales import large_scales
-from optdnn.passes.support.overflows import growing, larger, largest_seen, largest_values, overflows
+from optdnn.passes.support.overflows import growing, larger, largest_values, overflows, ranges_seen
 from optdnn.passes.support.own_sums import own_sums
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -187,10 +187,10 @@ def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibra
     if "fp16" not in plan.floats:
         return Guards({})
     found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
-    seen = {} if data is None else largest_seen(graph, data)
+    seen = {} if data is None else ranges_seen(graph, data)
     log.tried = largest is not None or bool(seen)
-    known = None if largest is None and not seen else larger(largest or {}, seen)
-    trial = {**own_sums(graph, known), **overflows(graph, largest or {}), **overflows(graph, seen, of_data=True)}
+    known = None if largest is None and not seen else larger(largest or {}, {v: r.largest for v, r in seen.items()})
+    trial = {**own_sums(graph, known), **overflows(graph, largest or {}), **overflows(graph, {}, seen)}
     others = {**trial, **integer_sums(graph), **growing(graph)}
     reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}

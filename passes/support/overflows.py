@@ -29,7 +29,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call, Result
 from optdnn.ops.fused import flops
 from optdnn.passes.support.precision_report import FP16_LARGEST
-from optdnn.passes.support.ranges import Calibration
+from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
@@ -40,6 +40,8 @@ DATA_MARGIN = 2.0
 LONG_TRIAL = 40.0
 """Factor on both limits for networks that multiply computed matrices by one another without a bound."""
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
+FACTORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Kinds that sum up products of their first two operands."""
 PRODUCT_FLOPS = 50.0
 """NumPy computes this many operations of a matrix product in the time of one operation of another operator. So products count less:
 networks with long convolutions, whose spectra leave fp16's range (S4, Hyena), are still tried. With the raised limits, a product's
@@ -190,14 +192,14 @@ def _unbounding(op: Op) -> str | None:
     return None
 
 
-def largest_seen(graph: Graph, data: Calibration) -> dict[Value, float]:
-    """The largest magnitude of each fp32 value on calibration data, where it is known."""
-    found: dict[Value, float] = {}
+def ranges_seen(graph: Graph, data: Calibration) -> dict[Value, Range]:
+    """The range of each fp32 value on calibration data, where it is known."""
+    found: dict[Value, Range] = {}
     for op in graph.ops():
         for v in op.values:
             seen = data.seen.get(graph.output(v).name)
             if seen is not None and graph.type(v).dtype == FP32:
-                found[v] = seen.largest
+                found[v] = seen
     return found
 
 
@@ -206,36 +208,46 @@ def larger(a: Mapping[Value, float], b: Mapping[Value, float]) -> dict[Value, fl
     return {v: max(a.get(v, 0.0), b.get(v, 0.0)) for v in {**a, **b}}
 
 
-def overflows(graph: Graph, largest: Mapping[Value, float], *, of_data: bool = False) -> dict[int, str]:
+def overflows(
+    graph: Graph, largest: Mapping[Value, float], seen: Mapping[Value, Range] | None = None
+) -> dict[int, str]:
     """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range.
 
-    ``of_data``: the magnitudes are of calibration data, and those of other samples may be :data:`DATA_MARGIN` times as large."""
+    ``seen``: the ranges on calibration data, which count instead of ``largest``. Those of other samples may be :data:`DATA_MARGIN`
+    times as large. Their signs are known: the fill of a mask is negative there."""
     found: dict[int, str] = {}
-    limit, source = (
-        (FP16_LARGEST / DATA_MARGIN, "on the calibration data") if of_data else (FP16_LARGEST, "for generated inputs")
-    )
+    limit, source = FP16_LARGEST, "for generated inputs"
+    if seen is not None:
+        largest, limit, source = (
+            {v: r.largest for v, r in seen.items()},
+            FP16_LARGEST / DATA_MARGIN,
+            "on the calibration data",
+        )
     masks: set[Value] = set()
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
-        results = op.values
         read = [v for v in op.inputs if v is not None and graph.type(v).dtype == FP32]
-        if _makes_mask(graph, read, masks):
-            masks.update(v for v in results if largest.get(v, 0.0) > limit)
+        large = [v for v in (*op.values, *read) if largest.get(v, 0.0) > limit]
+        signed = seen is None or all(seen[v].high <= limit for v in large)
+        if signed and _makes_mask(graph, op, read, masks):
+            masks.update(v for v in op.values if v in large)
             continue
-        for v in (*results, *read):
-            size = largest.get(v, 0.0)
-            if size > limit and v not in masks:
+        for v in large:
+            if v not in masks:
                 what = "its result" if v.op == op.id else f"its operand {graph.output(v).name!r}"
-                found[op.id] = f"{what} reaches {size:.3g} {source}, fp16 ends at 65504"
+                found[op.id] = f"{what} reaches {largest[v]:.3g} {source}, fp16 ends at 65504"
                 break
     return found
 
 
-def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
-    """Whether an op's results are large because of a constant or a mask, or computed only from constants."""
-    arrays = [graph.constant_value(v) for v in read]
-    constants = [a for a in arrays if a is not None]
-    if len(constants) == len(read) or not masks.isdisjoint(read):
+def _makes_mask(graph: Graph, op: Op, read: list[Value], masks: set[Value]) -> bool:
+    """Whether an op's results are large because of a constant or a mask, or computed only from constants.
+
+    The factors of a product are no masks: saturated ones would make other sums."""
+    arrays = {v: graph.constant_value(v) for v in read}
+    if all(a is not None for a in arrays.values()) or not masks.isdisjoint(read):
         return True
+    factors = op.inputs[:2] if op.kind in FACTORS else ()
+    constants = [a for v, a in arrays.items() if a is not None and v not in factors]
     return any(a.size and not (a.max() <= FP16_LARGEST and a.min() >= -FP16_LARGEST) for a in constants)

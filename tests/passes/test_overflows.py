@@ -160,6 +160,24 @@ def test_values_of_calibration_data_beyond_fp16(monkeypatch: pytest.MonkeyPatch)
     assert "square" not in kept(PrecisionPlan("fp16", {"square": "fp16"}, base="fp16"), square=1e9)
 
 
+def test_huge_weights_are_no_mask() -> None:
+    n = Net()
+    rng = np.random.default_rng(0)
+    up, down = (n.const(rng.standard_normal((32, 32)) * size) for size in (1e5, 1e-6))
+    graph = n.done(n.op("MatMul", n.op("MatMul", n.input(4, 32), up, name="up"), down, name="down"))
+    assert refused(graph).keys() == {"up", "down"}
+
+
+@pytest.mark.parametrize(("high", "kept"), [(1.0, set()), (1e6, {"enlarged", "product"})])
+def test_constants_that_enlarge_data_are_no_mask(high: float, kept: set[str]) -> None:
+    """The fill of a mask is negative. Data show values of both signs."""
+    n = Net()
+    enlarged = n.op("Add", n.input(4, 32), n.const(np.full(32, 1e6)), name="enlarged")
+    graph = n.done(n.op("MatMul", enlarged, n.random(32, 32), name="product"))
+    found = overflows.overflows(graph, {}, {enlarged: Range(-1e6, high)})
+    assert {graph.op(i).name for i in found} == kept
+
+
 @pytest.mark.parametrize("fill", [-1e9, -np.inf, -3.4e38])
 def test_the_fill_of_a_mask_is_no_reason(fill: float) -> None:
     n = Net()
