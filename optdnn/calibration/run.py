@@ -66,7 +66,8 @@ def calibrate(
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(CALIBRATORS)}")
     specs = input_specs(graph)
     source = open_data(data, specs, images, graph.profiles)
-    kept = CalibrationCache.open(cache, graph_digest(graph), source.digest, f"{method} {bins}")
+    rule = f"{method} {bins}" if strict else f"{method} {bins} of finite values"
+    kept = CalibrationCache.open(cache, graph_digest(graph), source.digest, rule)
     if kept.result is not None:
         progress("calibration from the cache")
         return kept.result

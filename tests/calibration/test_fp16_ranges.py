@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import optdnn
 from optdnn.cli.main import run
+from optdnn.errors import InputError
 from optdnn.passes.support import overflows
 from optdnn.runtime.file.format import encode
 from optdnn.types import Array
@@ -64,6 +65,18 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     model.graph.output.append(helper.make_tensor_value_info("q", TensorProto.FLOAT, (4, 32)))
     engine = optdnn.build(model, target="simulate", precision="fp16", calib={"x": data})
     assert error(engine, model, samples()) < 2e-3
+
+
+def test_int8_takes_no_ranges_of_fp16_from_a_cache(tmp_path: Path) -> None:
+    """Constant data are no error for fp16. They are one for int8, also after a build in fp16."""
+    options = {
+        "target": "simulate",
+        "calib": {"x": np.ones((8, 32), np.float32)},
+        "calib_cache": tmp_path / "cache.json",
+    }
+    optdnn.build(large(), precision="fp16", **options)
+    with pytest.raises(InputError, match="every element is the same"):
+        optdnn.build(large(), precision="int8", calibrator="minmax", **options)
 
 
 def test_other_sizes_use_the_ranges_of_the_first() -> None:
