@@ -80,12 +80,17 @@ class _Mask:
         return total // rest if total % rest == 0 else None
 
     def _target(self, expand: Op, columns: int) -> list[int] | None:
-        """The target of an Expand if each size is known or is that of the range, which is ``columns`` then."""
+        """The target of an Expand if each size is known or, along the axis of the range, is that of the range: ``columns`` then."""
         found = []
-        for size in _elements(self.graph, operand(expand, 1)):
+        sizes = list(_elements(self.graph, operand(expand, 1)))
+        for place, size in enumerate(sizes, -len(sizes)):
             if isinstance(size, int):
                 found.append(size)
-            elif size is not None and size == _number(self.graph, operand(self.source, 1)):
+            elif (
+                place == self.axes[operand(expand)]
+                and size is not None
+                and size == _number(self.graph, operand(self.source, 1))
+            ):
                 found.append(columns)
             else:
                 return None

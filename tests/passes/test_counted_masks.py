@@ -56,6 +56,8 @@ def test_nothing_is_left_on_the_cpu() -> None:
 SHAPE_READ = "size = Shape(places) y = Relu(scores)"
 OTHER_TARGET = """m = Unsqueeze(most, first) target = Concat<axis = 0>(two, m) wide = Expand(places, target)
     mask = Less(wide, at) y = Where(mask, scores, minus)"""
+OTHER_AXIS = """n1 = Unsqueeze(n, first) seven = Add(six, one) s1 = Unsqueeze(seven, first) target = Concat<axis = 0>(n1, s1)
+    wide = Expand(places, target) mask = Less(wide, at) y = Where(mask, scores, minus)"""
 TWO_SIZES = BROADCAST + " part = Slice(scores, first, two, last) z = Where(mask, part, minus)"
 
 
@@ -64,9 +66,10 @@ TWO_SIZES = BROADCAST + " part = Slice(scores, first, two, last) z = Where(mask,
     [
         (SHAPE_READ, ", int64[1] size", "reads it, whose result has no known size"),
         (OTHER_TARGET, "", "reads it, whose result has no known size"),
+        (OTHER_AXIS, "", "reads it, whose result has no known size"),
         (TWO_SIZES, ", float[2,2] z", "do not ask for one known size"),
     ],
-    ids=["its size is read", "another target", "two sizes"],
+    ids=["its size is read", "another target", "another axis", "two sizes"],
 )
 def test_refusals(rest: str, outputs: str, because: str) -> None:
     check_refused(CountedMasks(), masked(rest, outputs=outputs), because=because)
