@@ -32,6 +32,7 @@ from optdnn.types import product as size_of
 
 MOST_FEATURES = 128
 """Most features of a head that the kernel takes."""
+FP32_LARGEST = float(np.finfo(np.float32).max)
 WIDE = frozenset({"fp32", "fp64", "tf32"})
 """Precisions for which there is no kernel: separate products, with their stages, are faster there."""
 
@@ -327,10 +328,12 @@ def _key_sum(graph: Graph, column: View, turned_keys: View) -> tuple[float, Op] 
 
 
 def _attrs(quotient: _Quotient, over: float, under: float, shared: float) -> NormalizedAttentionAttrs | None:
-    """The attributes for constant factors above and below the line, and ``shared`` ones. None if the divisor changes its sign."""
+    """The attributes for constant factors above and below the line, and ``shared`` ones. None if the divisor changes its sign, or
+    if the factors differ so much that fp32 cannot hold an attribute."""
     if under * shared <= 0:
         return None
-    return NormalizedAttentionAttrs(quotient.epsilon / (under * shared), over / under)
+    attrs = NormalizedAttentionAttrs(quotient.epsilon / (under * shared), over / under)
+    return attrs if max(attrs.epsilon, abs(attrs.scale)) <= FP32_LARGEST else None
 
 
 def _rectified(graph: Graph, parts: _Parts) -> _Parts:

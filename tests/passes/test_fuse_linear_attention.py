@@ -174,6 +174,17 @@ def test_a_negative_divisor() -> None:
     check_untouched(FuseLinearAttention(), graph, FP16)
 
 
+def test_an_epsilon_beyond_fp32() -> None:
+    """Tiny factors of queries and keys would make a huge epsilon."""
+    body = SUMMED.replace("MatMul(p,", "MatMul(a,").replace("(r)", "(c1)").replace("(r,", "(c1,")
+    body = "a = Mul(p, tiny) c1 = Mul(r, tiny) " + body
+    for tiny, kept in (("1e-10", False), ("1e-20", True)):
+        net = text(body).replace("float half = {0.5}", f"float half = {{0.5}}, float tiny = {{{tiny}}}")
+        graph = from_text(net)
+        FuseLinearAttention()(graph, FP16)
+        assert (KIND not in graph.kinds()) == kept
+
+
 def test_products_with_stages_stay() -> None:
     graph = from_text(text(SUMMED))
     (product,) = (op for op in graph.of_kind("MatMul") if op.outputs[0].name == "kv")
