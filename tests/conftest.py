@@ -21,11 +21,6 @@ from support.cli import Cli, Result  # noqa: E402
 from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
-from optdnn.cli.main import run  # noqa: E402
-from optdnn.lowering.cpu import base  # noqa: E402
-from optdnn.lowering.cpu.trials import kept  # noqa: E402
-from optdnn.precision import cpu_target  # noqa: E402
-
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 
 
@@ -75,7 +70,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_turns() -> Iterator[None]:
-    """Builds time their candidates for milliseconds only: tests check consequences of times, not the times."""
+    """Builds time their candidates for milliseconds only: tests check consequences of times, not the times.
+
+    Fixtures import the package, so that the process that only starts the workers of pytest-xdist does not.
+    """
+    from optdnn.lowering.cpu import base
+    from optdnn.precision import cpu_target
+
     gc.set_threshold(
         20_000, 20, 20
     )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
@@ -100,12 +101,16 @@ def survivors(short_turns: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_set_of_workers() -> Iterator[None]:
     """Builds for the CPU try their candidates in the same worker processes. Otherwise each would start new ones."""
+    from optdnn.lowering.cpu.trials import kept
+
     with kept():
         yield
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    from optdnn.cli.main import run
+
     def call(*argv: object) -> Result:
         capsys.readouterr()
         code = run([str(a) for a in argv])
