@@ -1,4 +1,4 @@
-"""The quick tests of a whole run: of a test with many cases every fourth; the others are slow tests."""
+"""The quick tests of a whole run: of a test with three cases or more every sixth; the others are slow tests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-MANY = 4
+MANY = 3
 """Fewest cases of which only some are quick."""
-STEP = 4
+STEP = 6
 CHOSEN = ("gpu", "nvrtc", "slow")
 """Marks of tests that are selected otherwise. A test with a slow case names its quick ones itself (:mod:`support.sweep`)."""
 
