@@ -99,8 +99,8 @@ class BuildOptions:
 
     For int8, fp8 and fp16: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` the
     method that chooses ranges, ``calib_cache`` a JSON file that keeps them, ``images`` the preparation of pictures (JSON text, or
-    a JSON file). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``): a full name counts
-    before patterns, and a later pattern before an earlier one.
+    a JSON file). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``): a full name
+    counts before patterns, and a later pattern before an earlier one.
     With ``strict_precision`` it is an error (NotMet) if a node does not run in the requested precision.
 
     With ``precision="auto"``, the build searches for the fastest engine within a bound on accuracy

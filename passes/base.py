@@ -232,10 +232,12 @@ class RulePass(Pass):
         return self.rules if not self.gpu_only or context.on_gpu else ()
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        ops = graph.order()
-        budget = self.rewrites_per_op * (len(ops) + 16)
         rules = self.rules_for(graph, context)
         by_kind = _by_kind(tuple(rules)) if rules is type(self).rules else _RulesByKind(rules)
+        if not any(by_kind[kind] for kind in (*graph.kinds(), *STRUCTURAL)):
+            return
+        ops = graph.order()
+        budget = self.rewrites_per_op * (len(ops) + 16)
         order = [op.id for op in ops if by_kind[op.kind]]
         if self.sinks_first:
             order.reverse()
@@ -331,7 +333,7 @@ def run_pipeline(
         reports.append(report)
         if verify:
             try:
-                check(graph)
+                graph.kept(check)  # a graph that the pass has left as it was is not checked again
             except InternalError as error:
                 raise InternalError(f"after pass {one.name}: {error.message}") from error
         if after is not None:

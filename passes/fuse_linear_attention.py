@@ -82,8 +82,8 @@ class _Parts:
     ops: tuple[Op, ...]
 
 
-@rule("linear_attention", {"Div", "Mul"})
-def linear_attention(graph: Graph, op: Op) -> Match | Miss | None:
+@rule("normalized_attention", {"Div", "Mul"})
+def normalized_attention(graph: Graph, op: Op) -> Match | Miss | None:
     """A quotient of two products with the same queries, whose divisor sums up the same keys."""
     for quotient in _quotients(graph, op):
         for turned in (False, True):
@@ -349,7 +349,7 @@ def _rectified(graph: Graph, parts: _Parts) -> _Parts:
 
 class FuseLinearAttention(RulePass):
     name = "fuse_linear_attention"
-    rules = (linear_attention,)
+    rules = (normalized_attention,)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """The kernel is for 16-bit floats."""

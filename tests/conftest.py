@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cores import take_own_cores
@@ -19,12 +20,8 @@ gc.disable()  # until all tests are collected: garbage collection over many thou
 
 from support.cli import Cli, Result  # noqa: E402
 from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
+from support.sampled import sample  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
-
-from optdnn.cli.main import run  # noqa: E402
-from optdnn.lowering.cpu import base  # noqa: E402
-from optdnn.lowering.cpu.trials import kept  # noqa: E402
-from optdnn.precision import cpu_target  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 
@@ -33,8 +30,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps Hypothesis from searching all modules for constants (5 s, and no test needs them), and leaves out GPU tests.
 
-    Tests marked ``hopper`` are marked ``gpu``, too. Two thousand tests need a GPU. Where there is none, they are left out
-    at once, unless -m names them.
+    Of tests with many cases, only some stay quick. Tests marked ``hopper`` are marked ``gpu``, too. Two thousand tests need a GPU.
+    Where there is none, they are left out at once, unless -m names them.
     """
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if providers is not None:
@@ -49,6 +46,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    if _is_whole_run(config):
+        sample(items)
+
+
+def _is_whole_run(config: pytest.Config) -> bool:
+    """Whether no files were named: those run whole."""
+    told = getattr(config, "workerinput", None)
+    return told["whole_run"] if told else config.args_source is not pytest.Config.ArgsSource.ARGS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist names all files to its workers."""
+    node.workerinput["whole_run"] = _is_whole_run(node.config)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -75,7 +86,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_turns() -> Iterator[None]:
-    """Builds time their candidates for milliseconds only: tests check consequences of times, not the times."""
+    """Builds time their candidates for milliseconds only: tests check consequences of times, not the times.
+
+    Fixtures import the package, so that the process that only starts the workers of pytest-xdist does not.
+    """
+    from optdnn.lowering.cpu import base
+    from optdnn.precision import cpu_target
+
     gc.set_threshold(
         20_000, 20, 20
     )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
@@ -100,12 +117,16 @@ def survivors(short_turns: None) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_set_of_workers() -> Iterator[None]:
     """Builds for the CPU try their candidates in the same worker processes. Otherwise each would start new ones."""
+    from optdnn.lowering.cpu.trials import kept
+
     with kept():
         yield
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    from optdnn.cli.main import run
+
     def call(*argv: object) -> Result:
         capsys.readouterr()
         code = run([str(a) for a in argv])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,11 +25,19 @@ def sources() -> dict[str, str]:
     return found
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node. Expressions, which are most of a tree, hold none."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, part, ()):
+            yield inner
+            yield from _statements(inner)
+
+
 @cache
 def imported(text: str) -> tuple[set[str], set[str]]:
     """Dotted names that a module's text imports anywhere: at run time, and under ``if TYPE_CHECKING``."""
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.If, ast.Import, ast.ImportFrom))]
-    checked = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    nodes = [n for n in _statements(ast.parse(text)) if isinstance(n, (ast.If, ast.Import, ast.ImportFrom))]
+    checked = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
     annotations = {child for n in checked for child in n.body}
     run: set[str] = set()
     annotated: set[str] = set()

@@ -338,6 +338,7 @@ RULES: Mapping[str, str] = {
     "l2_norm_of_channels": "L2 normalizations over channels moved to the last axis",
     "group_norm": "group normalizations recognized",
     "attention": "attentions fused into one operator",
+    "normalized_attention": "quotients of linear attention fused into one operator",
     "shared_weights": "products of one attention's weights with several values merged",
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from support.pictures import classifier, picture
+from support.sweep import all_pairs
 
 import optdnn
 from optdnn import ImageSpec, UsageError
@@ -205,16 +206,17 @@ def _detector(shape: list[int]) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
 
 
-@pytest.mark.parametrize("form", ["xyxy", "yxyx", "xywh", "cxcywh"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"resize": (30, 20)},
-        {"resize": (64, 64), "fit": "contain"},
-        {"resize": 32, "crop": (24, 28), "pad": (1, 2, 3, 4)},
-    ],
+@all_pairs(
+    {
+        "relative": [False, True],
+        "changes": [
+            {"resize": (30, 20)},
+            {"resize": (64, 64), "fit": "contain"},
+            {"resize": 32, "crop": (24, 28), "pad": (1, 2, 3, 4)},
+        ],
+        "form": ["xyxy", "yxyx", "xywh", "cxcywh"],
+    }
 )
-@pytest.mark.parametrize("relative", [False, True])
 def test_boxes_are_scaled_back_to_the_picture(form: str, changes: dict[str, Any], relative: bool) -> None:
     """The positions of pixels go through the preprocessing as a picture. So the test knows where the network sees each pixel."""
     high, wide = 48, 90

@@ -12,6 +12,7 @@ from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.on_processor import compare_graph
 from support.simulated import check_simulated, lowered, step_tactics
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
@@ -133,8 +134,7 @@ def test_refusals(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), turns(CASES, "fp32", "fp16", "bf16"))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     assert compare_graph(CASES[name](), precision, tmp_path)
 

@@ -17,7 +17,7 @@ from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
 from support.spills import check_spills
-from support.sweep import in_turn, sweep
+from support.sweep import all_pairs, in_turn, sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.recurrent import grid_kernel, resident, resident_kernel
@@ -163,9 +163,13 @@ def best(problem: Problem) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("batch", [1, 32])
-@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+@all_pairs(
+    {
+        "cell": ["LSTM", "GRU", "RNN"],
+        "batch": [1, 32],
+        "dtype": ["float16", "float32"],
+    }
+)
 def test_no_hidden_size_is_a_cliff(cell: str, batch: int, dtype: str) -> None:
     """A layer takes at most three times as long as one of the next larger size; one entry of the batch takes 2 us per step."""
     sizes = [*range(1, 129, 9), *range(130, 1025, 63)]

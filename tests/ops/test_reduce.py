@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, reference_outputs, run
+from support.sweep import all_pairs
 
 from optdnn.dim import dim_max, symbol
 from optdnn.errors import ShapeError
@@ -40,9 +41,13 @@ def _data(dtype: Any = np.float32) -> np.ndarray:
     return (x * 3 if np.dtype(dtype).kind in "iu" else x).astype(dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("keepdims", [0, 1])
+@all_pairs(
+    {
+        "keepdims": [0, 1],
+        "axes": AXES,
+        "kind": KINDS,
+    }
+)
 def test_axes_as_operand_and_as_attribute(kind: str, axes: list[int] | None, keepdims: int) -> None:
     x, attrs = _data(), {"keepdims": keepdims}
     operands = [x] if axes is None else [x, np.array(axes)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from support.sweep import all_pairs
 
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.evaluate import evaluate
@@ -49,9 +50,13 @@ def layer(
     return Case(op, operands, given, opset, outputs=3 if op == "LSTM" else 2, constants=(1, 2))
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-@pytest.mark.parametrize("op", GATES)
-@pytest.mark.parametrize("use", ["", "b", "bh", "blhc", "l"])
+@all_pairs(
+    {
+        "use": ["", "b", "bh", "blhc", "l"],
+        "op": GATES,
+        "direction": ["forward", "reverse", "bidirectional"],
+    }
+)
 def test_directions_and_optional_operands(op: str, direction: str, use: str) -> None:
     check_case(layer(op, direction, use=use), symbolic={0: (0,)})
 
@@ -155,10 +160,14 @@ def test_export_of_flags_and_activation_parameters() -> None:
     assert (attrs["linear_before_reset"].i, attrs["clip"].f) == (1, 1.5)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-@pytest.mark.parametrize("op", GATES)
-@pytest.mark.parametrize("lens", [[0, 2, T], [0, 0, 0]])
-@pytest.mark.parametrize("constant", [False, True])
+@all_pairs(
+    {
+        "constant": [False, True],
+        "lens": [[0, 2, T], [0, 0, 0]],
+        "op": GATES,
+        "direction": ["forward", "reverse", "bidirectional"],
+    }
+)
 def test_the_last_states_of_no_steps_are_zeros(op: str, direction: str, lens: list[int], constant: bool) -> None:
     case = layer(op, direction, use="blhc")
     case.inputs = [*case.inputs[:4], np.array(lens, np.int32), *case.inputs[5:]]

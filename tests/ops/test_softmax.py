@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from support.sweep import all_pairs
 
 from optdnn.errors import ShapeError
 from optdnn.runtime.reference.softmax import KERNELS
@@ -14,9 +15,13 @@ from optdnn.runtime.reference.softmax import KERNELS
 KINDS = ["Softmax", "LogSoftmax", "Hardmax"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("opset", [7, 11, 13, 22])
-@pytest.mark.parametrize("axis", [None, 0, 1, 2, -1])
+@all_pairs(
+    {
+        "axis": [None, 0, 1, 2, -1],
+        "opset": [7, 11, 13, 22],
+        "kind": KINDS,
+    }
+)
 def test_against_onnxruntime(kind: str, opset: int, axis: int | None) -> None:
     if opset == 7 and axis == -1:
         axis = 2  # negative axes came with opset 11

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from known import infer
 from onenode import Case, check_case, check_export, import_case, normal, run
+from support.sweep import all_pairs
 
 from optdnn.dim import Dim, bounds, symbol
 from optdnn.errors import RunError, ShapeError
@@ -24,9 +25,13 @@ def ties(*shape: int, seed: int = 0, dtype: Any = F) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 4, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.int32, np.int8, np.uint8])
-@pytest.mark.parametrize("largest", [0, 1])
-@pytest.mark.parametrize(("axis", "k"), [(-1, 5), (0, 2), (1, 3), (2, 9), (1, 1)])
+@all_pairs(
+    {
+        "axis, k": [(-1, 5), (0, 2), (1, 3), (2, 9), (1, 1)],
+        "largest": [0, 1],
+        "dtype": [np.float32, np.float64, np.int64, np.int32, np.int8, np.uint8],
+    }
+)
 def test_equal_values_come_in_the_order_of_onnx_runtime(dtype: Any, largest: int, axis: int, k: int) -> None:
     case = Case("TopK", [ties(4, 3, 9, dtype=dtype), np.array([k])], {"axis": axis, "largest": largest}, 11, 2, (1,))
     check_case(case, symbolic={0: (0, 1)} if axis == 2 else None)

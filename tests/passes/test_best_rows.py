@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, from_text
+from support.sweep import all_pairs
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
@@ -57,10 +58,14 @@ def feeds(count: int) -> dict[str, np.ndarray]:
     return {"scores": scores.astype(np.float32), "boxes": rng.standard_normal((12, 4)).astype(np.float32)}
 
 
-@pytest.mark.parametrize("decode", [SHORT, LONG])
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("most", [5, 12, 20])
-@pytest.mark.parametrize("count", [0, 1, 5, 12])
+@all_pairs(
+    {
+        "count": [0, 1, 5, 12],
+        "most": [5, 12, 20],
+        "later": [False, True],
+        "decode": [SHORT, LONG],
+    }
+)
 def test_it_takes_the_same(count: int, most: int, decode: str, later: bool) -> None:
     graph = folded(level(most=most, decode=decode, later=later))
     after = graph.copy()

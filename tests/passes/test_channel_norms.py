@@ -10,6 +10,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
+from support.sweep import all_pairs
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -172,10 +173,14 @@ def test_a_constant_factor_stays_in_front_of_a_convolution() -> None:
     check_pass(ChannelNorms(), n.done(n.conv(y, 8)), changes=1, rules={"l2_norm_of_channels": 1})
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("norm", [l2_norm, rms_norm])
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("scale", [False, True])
+@all_pairs(
+    {
+        "scale": [False, True],
+        "plain": [False, True],
+        "norm": [l2_norm, rms_norm],
+        "precision": ["fp16", "fp32"],
+    }
+)
 def test_a_gpu_runs_norm_factors_activation_and_shortcut_together(
     norm: Callable[[Net, Value], Value], plain: bool, scale: bool, precision: str
 ) -> None:

@@ -138,7 +138,7 @@ def test_queries_that_are_read_elsewhere_stay() -> None:
     ],
 )
 def test_refusals(net: str, because: str) -> None:
-    check_refused(FuseLinearAttention(), net, because=because, rule="linear_attention", context=FP16)
+    check_refused(FuseLinearAttention(), net, because=because, rule="normalized_attention", context=FP16)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
+from support.sweep import all_pairs
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.linear_attention import DELTA, GATED, LinearAttentionAttrs
@@ -39,10 +40,14 @@ def net(
     return n.done(*n.op("LinearAttention", q, k, v, state, decay, rate, attrs=attrs, outputs=2))
 
 
-@pytest.mark.parametrize("past", [True, False])
-@pytest.mark.parametrize("heads", [(2, 2), (2, 4)])
-@pytest.mark.parametrize("tokens", [1, FEW, FEW + 1, CHUNK, CHUNK + 1])
-@pytest.mark.parametrize("rule", RULES)
+@all_pairs(
+    {
+        "rule": RULES,
+        "tokens": [1, FEW, FEW + 1, CHUNK, CHUNK + 1],
+        "heads": [(2, 2), (2, 4)],
+        "past": [True, False],
+    }
+)
 def test_attention_becomes_products(rule: str, tokens: int, heads: tuple[int, int], past: bool) -> None:
     before = net(rule, tokens, heads=heads, past=past)
     after, _ = check_pass(LinearAttentions(), before, changes=1, rules={"linear_attention": 1}, seeds=(1, 2))

@@ -9,6 +9,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
+from support.sweep import all_pairs
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -102,9 +103,13 @@ def test_other_convolutions_are_refused() -> None:
     refused("stages of the convolution read tensors", None, lambda n: n.random(24, 1, 1), epilogue=add)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize(("kept", "last"), [(0, True), (0, False), (1, True), (1, False)])
-@pytest.mark.parametrize("sizes", [(16, 32), (16, 24), (8, 8)])
+@all_pairs(
+    {
+        "sizes": [(16, 32), (16, 24), (8, 8)],
+        "kept, last": [(0, True), (0, False), (1, True), (1, False)],
+        "precision": ["fp16", "fp32"],
+    }
+)
 def test_the_concat_copies_nothing(kept: int, last: bool, sizes: tuple[int, int], precision: str) -> None:
     program = check_simulated(stage(Net(), kept, *sizes, last=last), precision)
     if precision == "fp16":

@@ -10,6 +10,7 @@ import pytest
 from importers.onnxtext import model
 from support.check import check_pass, check_refused, check_untouched
 from support.simulated import check_simulated, lowered
+from support.sweep import all_pairs
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, random_feeds
@@ -95,18 +96,26 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-@pytest.mark.parametrize("reduce", ["ReduceSum", "ReduceMean", "ReduceMax"])
-@pytest.mark.parametrize("unrolled", [True, False])
-@pytest.mark.parametrize("context", [GPU, CPU], ids=["gpu", "cpu"])
+@all_pairs(
+    {
+        "context": {"gpu": GPU, "cpu": CPU},
+        "unrolled": [True, False],
+        "reduce": ["ReduceSum", "ReduceMean", "ReduceMax"],
+        "ids": IDS.values(),
+    }
+)
 def test_bags_of_one_size_are_rows(context: PassContext, unrolled: bool, reduce: str, ids: list[int]) -> None:
     after = check_bags(padded(reduce=reduce, unrolled=unrolled), ids, [], context, unrolled=unrolled)
     assert not after.of_kind("SegmentSum")
 
 
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-@pytest.mark.parametrize("reduce", ["ReduceSum", "ReduceMean", "ReduceMax"])
-@pytest.mark.parametrize(("bounds", "unrolled"), [(OTHER, True), ((3, 3, 3), True), (None, True), (None, False)])
+@all_pairs(
+    {
+        "bounds, unrolled": [(OTHER, True), ((3, 3, 3), True), (None, True), (None, False)],
+        "reduce": ["ReduceSum", "ReduceMean", "ReduceMax"],
+        "ids": IDS.values(),
+    }
+)
 def test_other_bags_are_segments(bounds: tuple[int, ...] | None, unrolled: bool, reduce: str, ids: list[int]) -> None:
     graph = padded(bounds, reduce, unrolled=unrolled)
     for offsets in ([0, 3, 3, 8, 12], [2, 2, 2, 2, 2], [1, 2, 9, 12, 12]):

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from support.check import TOLERANCE, differs, same, stages
 from support.networks import NETWORKS, SIZES
-from support.sweep import sweep
+from support.sweep import all_pairs, sweep
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote, random_feeds
@@ -47,9 +47,13 @@ def test_results_stay_and_a_second_run_finds_nothing(name: str, level: int) -> N
     assert {r.name: [f.rule for f in r.fired] for r in again if r.fired} == {}
 
 
-@pytest.mark.parametrize("level", [2, 3])
-@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
-@pytest.mark.parametrize("name", NETWORKS)
+@all_pairs(
+    {
+        "name": NETWORKS,
+        "target": ["cpu", "cuda:sm_90a"],
+        "level": [2, 3],
+    }
+)
 def test_results_stay_on_other_targets(name: str, target: str, level: int) -> None:
     graph = promote(NETWORKS[name]())
     optimized = graph.copy()

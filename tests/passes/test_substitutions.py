@@ -7,6 +7,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
+from support.sweep import all_pairs
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.create import TriluAttrs
@@ -66,9 +67,13 @@ def substituted(
     return n.done(n.op("Neg", a))
 
 
-@pytest.mark.parametrize("masked", ["zeros first", "zeros second", "lower"])
-@pytest.mark.parametrize("size", [8, 13, 16])
-@pytest.mark.parametrize("turned", [False, True])
+@all_pairs(
+    {
+        "turned": [False, True],
+        "size": [8, 13, 16],
+        "masked": ["zeros first", "zeros second", "lower"],
+    }
+)
 def test_rows_become_rounds(size: int, turned: bool, masked: str) -> None:
     graph = substituted(size, turned=turned, masked=masked)
     done, _ = check_pass(UnrolledScans(), graph, changes=1, rules={"substitution": 1}, context=GPU)

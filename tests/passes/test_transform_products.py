@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.sweep import all_pairs
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
@@ -36,15 +37,21 @@ def transform(shape: tuple[Any, ...], axis: int, length: int | None = None, **op
     return n.done(n.op("DFT", n.input(*shape), *more, attrs=DFTAttrs(axis, **options)))
 
 
-@pytest.mark.parametrize("length", [None, 4, 5, 11, 12], ids=lambda n: f"length {n}")
-@pytest.mark.parametrize("behind", [(), (3,), (5, 4)], ids=lambda b: f"behind {len(b)}")
-@pytest.mark.parametrize(
-    ("parts", "options"),
-    [
-        (1, {}), (2, {}), (1, {"onesided": True}), (2, {"inverse": True}), (1, {"inverse": True}),
-        (2, {"inverse": True, "onesided": True}), (1, {"inverse": True, "onesided": True}),
-    ],
-)  # fmt: skip
+@all_pairs(
+    {
+        "parts, options": [
+            (1, {}),
+            (2, {}),
+            (1, {"onesided": True}),
+            (2, {"inverse": True}),
+            (1, {"inverse": True}),
+            (2, {"inverse": True, "onesided": True}),
+            (1, {"inverse": True, "onesided": True}),
+        ],
+        "behind": [(), (3,), (5, 4)],
+        "length": [None, 4, 5, 11, 12],
+    }
+)
 def test_forms(length: int | None, behind: tuple[int, ...], parts: int, options: dict[str, bool]) -> None:
     """Along the last axis and others, with the signal padded and cut, of real and complex signals."""
     graph = transform((2, 3, 7, *behind, parts), 2, length, **options)

@@ -9,6 +9,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
+from support.sweep import all_pairs
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate, random_feeds
@@ -126,18 +127,18 @@ def stereo(
     return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2 if groups else 1)))
 
 
-@pytest.mark.parametrize(
-    "shifts",
-    [
-        [(0, k) for k in range(5)],
-        [(0, -k) for k in range(4)],
-        [(0, k) for k in range(-2, 3)],
-        [(i, 2 * j) for i in (-1, 0, 1) for j in (-1, 0, 1)],
-    ],
-    ids=["right", "left", "both", "rows"],
+@all_pairs(
+    {
+        "kind, turned": [("ReduceMean", False), ("ReduceSum", True)],
+        "groups": [None, 2, 8],
+        "shifts": [
+            [(0, k) for k in range(5)],
+            [(0, -k) for k in range(4)],
+            [(0, k) for k in range(-2, 3)],
+            [(i, 2 * j) for i in (-1, 0, 1) for j in (-1, 0, 1)],
+        ],
+    }
 )
-@pytest.mark.parametrize("groups", [None, 2, 8])
-@pytest.mark.parametrize(("kind", "turned"), [("ReduceMean", False), ("ReduceSum", True)])
 def test_images_cropped_to_their_common_part(
     shifts: list[tuple[int, int]], groups: int | None, kind: str, turned: bool
 ) -> None:

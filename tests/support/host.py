@@ -39,6 +39,10 @@ LINKED = ("-shared", "-nodefaultlibs")
 """Without the libraries of C and C++, whose search takes as long as compiling: :func:`support.host_blocks.load` finds them."""
 
 
+PLAIN = ("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-fno-stack-protector")
+"""Without what no kernel uses, and what takes a tenth of the time."""
+
+
 _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
 """Compiled libraries by source: cases with the same source and other operands share a library."""
 
@@ -70,7 +74,17 @@ def _compile(*arguments: str) -> None:
     assert COMPILER is not None
     # With _FORTIFY_SOURCE, glibc's longjmp refuses to change the stack. With unique symbols, a template would have the constants of
     # the first library with a template of this name, whatever its macros were.
-    command = [COMPILER, "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-gnu-unique", f"-I{HERE}", *arguments]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-w",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+        "-fno-gnu-unique",
+        *PLAIN,
+        f"-I{HERE}",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
 

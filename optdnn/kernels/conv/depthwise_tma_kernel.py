@@ -51,7 +51,7 @@ def patch(problem: Problem, config: Config) -> tuple[int, int]:
 
 def unbanded(problem: Problem) -> Problem:
     """The problem with all rows of the filter added at a time, as this kernel does. Other kernels take a large fp32 filter in bands."""
-    return replace(problem, band=0)
+    return replace(problem, band=0) if problem.band else problem
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:

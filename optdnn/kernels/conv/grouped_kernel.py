@@ -228,16 +228,28 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two per warp tile."""
+
+    def refuses(config: Config) -> bool:
+        why = refuse(problem, config, shared=device.shared_per_block, capability=device.capability)
+        return why is not None
+
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
     most = -(-(problem.results or problem.source.channels) // 8)
     unit = 1 if problem.results else max(problem.chunks, 1)
     slabs = [n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15) if n % unit == 0 and n <= most]
     for strips, strip_w, results, chunks in itertools.product((1, 2, 4, 7, 8), (4, 8, 16), (1, 2, 3, 4), slabs):
+        if refuses(Config(strips, strip_w, results, 1, 1, chunks, 2)):
+            continue  # larger blocks take more of everything
         wide, high = -(-out_w // strip_w), -(-out_h // (strips * 16 // strip_w))
         grids = {(x, y) for x in {1, 2, 4, min(wide, 7)} for y in (1, 2, 4, 8) if x <= wide and y <= high}
-        for (grid_x, grid_y), (stages, blocks) in itertools.product(grids, ((2, 1), (2, 2), (3, 1), (2, 3), (2, 4))):
-            config = Config(strips, strip_w, results, grid_x, grid_y, chunks, stages, blocks)
-            if refuse(problem, config, shared=device.shared_per_block, capability=device.capability) is None:
-                found.append((estimate(problem, config, device), config))
+        for grid_x, grid_y in grids:
+            least = Config(strips, strip_w, results, grid_x, grid_y, chunks, 2)
+            if refuses(least):
+                continue  # so do more stages, or more blocks
+            found.append((estimate(problem, least, device), least))
+            for stages, blocks in ((2, 2), (3, 1), (2, 3), (2, 4)):
+                config = Config(strips, strip_w, results, grid_x, grid_y, chunks, stages, blocks)
+                if not refuses(config):
+                    found.append((estimate(problem, config, device), config))
     return varied(found, lambda c: (c.strips, c.strip_w, c.results, c.chunks), limit)

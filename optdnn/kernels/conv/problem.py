@@ -96,6 +96,10 @@ class Source:
 
     def output(self) -> tuple[int, int]:
         """Height and width of the result."""
+        return self._output
+
+    @cached_property
+    def _output(self) -> tuple[int, int]:
         top, left, bottom, right = self.padding
         h = (self.height + top + bottom - (self.kernel[0] - 1) * self.dilation[0] - 1) // self.stride[0] + 1
         w = (self.width + left + right - (self.kernel[1] - 1) * self.dilation[1] - 1) // self.stride[1] + 1
@@ -103,11 +107,8 @@ class Source:
 
     def patch(self, tile: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns that the windows of so many rows and columns of results cover."""
-        h, w = (
-            (n - 1) * stride + (k - 1) * dilation + 1
-            for n, stride, k, dilation in zip(tile, self.stride, self.kernel, self.dilation, strict=True)
-        )
-        return h, w
+        (high, wide), (down, right), (rows, columns), (apart_h, apart_w) = tile, self.stride, self.kernel, self.dilation
+        return (high - 1) * down + (rows - 1) * apart_h + 1, (wide - 1) * right + (columns - 1) * apart_w + 1
 
 
 class OneSource(WithEpilogue):

@@ -20,7 +20,7 @@ from support.host import needs_compiler
 from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
-from support.sweep import every
+from support.sweep import all_pairs, every
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
@@ -75,9 +75,13 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
-@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
-@pytest.mark.parametrize("name", NETS)
+@all_pairs(
+    {
+        "name": NETS,
+        "precision": ["fp16", "tf32", "fp32"],
+        "target": ["cuda:sm_90a", "cuda:sm_80"],
+    }
+)
 def test_a_gate_is_one_launch(name: str, precision: str, target: str) -> None:
     program = check_simulated(built(NETS[name]), precision, target=target)
     assert tactics(program, "Conv").count("depthwise_paired") == 1

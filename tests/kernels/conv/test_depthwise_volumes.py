@@ -16,7 +16,7 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, kinds, lowered
-from support.sweep import every, sweep
+from support.sweep import every, sweep, turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import depthwise as tactic
@@ -128,16 +128,14 @@ def chosen(program: Any) -> set[str]:
     return {t["tactic"] for t in program.meta["tactics"] if "depthwise" in t["tactic"]}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("name", VOLUMES)
+@pytest.mark.parametrize(("name", "precision"), turns(VOLUMES, "fp16", "fp32"))
 def test_volumes_run_by_tiles(name: str, precision: str) -> None:
     program = check_simulated(VOLUMES[name](), precision, tolerance=1e-2)
     assert chosen(program) == {tactic.TiledDepthwise.name}
     assert "Conv" in kinds(program)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("name", LARGE_FILTERS)
+@pytest.mark.parametrize(("name", "precision"), turns(LARGE_FILTERS, "fp16", "fp32"))
 def test_bands_of_large_filters_follow_one_another(name: str, precision: str) -> None:
     program = check_simulated(LARGE_FILTERS[name](), precision, tolerance=1e-2)
     assert chosen(program) == {"depthwise" if name == "5x51" else tactic.TiledDepthwise.name}
@@ -154,8 +152,7 @@ def test_bands_waste_few_rows() -> None:
     assert (packed.reshape(2, 8, 3, 8)[:, 7] == 0).all()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize(("name", "precision"), turns(TRANSPOSED, "fp16", "fp32"))
 def test_transposed_ones_run_by_tiles(name: str, precision: str) -> None:
     program = check_simulated(TRANSPOSED[name](), precision, tolerance=1e-2)
     wide = precision == "fp32" and name in ("8x8 by 4", "7x7x7 by 2")

@@ -10,6 +10,7 @@ import pytest
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import grouped_kernel
@@ -49,8 +50,7 @@ def rows_of(program: Any) -> dict[str, Any]:
     return dict(row)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), turns(CASES, "fp16", "bf16"))
 def test_the_launch_means_the_convolution(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NarrowConv, "defer", lambda *given: None)
     assert rows_of(check_simulated(CASES[name], precision))["tactic"] == NarrowConv.name

@@ -22,7 +22,7 @@ from support.simulated import (
     lowered,
     refusals,
 )
-from support.sweep import sweep
+from support.sweep import sweep, turns
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.depthwise import DepthwiseTactic
@@ -290,19 +290,22 @@ STAGES = (("bias",), ("relu",)), (("bias",), ("sigmoid",))
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("sizes", "config"),
-    [
-        ((2, 64, 16, 64), pair.Config(1, warps=8)),
-        ((2, 264, 42, 72), pair.Config(2, warps=8)),
-        ((3, 264, 42, 72), pair.Config(2, cluster=True)),
-        ((9, 336, 84, 200), pair.Config(2, images=8)),
-        ((9, 336, 84, 200), pair.Config(4, cluster=True, images=8, warps=8)),
-        ((2, 2048, 128, 2048), pair.Config(16, cluster=True, warps=8)),
-        ((1, 40, 8, 600), pair.Config(1)),
-        ((3, 72, 24, 2), pair.Config(1, warps=8)),
-    ],
+    ("sizes", "config", "dtype"),
+    turns(
+        [
+            ((2, 64, 16, 64), pair.Config(1, warps=8)),
+            ((2, 264, 42, 72), pair.Config(2, warps=8)),
+            ((3, 264, 42, 72), pair.Config(2, cluster=True)),
+            ((9, 336, 84, 200), pair.Config(2, images=8)),
+            ((9, 336, 84, 200), pair.Config(4, cluster=True, images=8, warps=8)),
+            ((2, 2048, 128, 2048), pair.Config(16, cluster=True, warps=8)),
+            ((1, 40, 8, 600), pair.Config(1)),
+            ((3, 72, 24, 2), pair.Config(1, warps=8)),
+        ],
+        "float16",
+        "bfloat16",
+    ),
 )
 def test_the_kernel_on_a_processor(sizes: tuple[int, ...], config: pair.Config, dtype: str, tmp_path: Path) -> None:
     out = "float32" if sizes[-1] == 2 else ""

@@ -14,7 +14,7 @@ from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.rotary_cases import ROTARY, heads_first, normalized_after, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
-from support.sweep import in_turn, sweep
+from support.sweep import in_turn, sweep, turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
@@ -37,8 +37,7 @@ def chosen(program: Program) -> list[str]:
     return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding"]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize(("name", "precision"), turns(ROTARY, "fp16", "bf16", "fp32"))
 def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     program = check_simulated(ROTARY[name](), precision)
     assert set(chosen(program)) <= {"rotary", "rotary_pair"}

@@ -9,6 +9,7 @@ import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
@@ -59,8 +60,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "precision"), turns(NETS, "fp16", "bf16"))
 def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance=6e-2 if precision == "bf16" else 1e-2)
     assert "rows_modulated" in {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Pointwise"}

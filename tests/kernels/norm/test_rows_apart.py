@@ -12,6 +12,7 @@ from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import row_forms
@@ -87,8 +88,7 @@ def test_row_invariant_programs_keep_the_order_of_sums() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), turns(CASES, "fp32", "fp16"))
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     program = lowered(CASES[name], precision)
     assert compare_steps(program, feeds_of(CASES[name]), 4e-3 if precision == "fp16" else 1e-5, tmp_path) >= 1

@@ -14,7 +14,7 @@ from support import emulated
 from support.covering import covering
 from support.host import needs_compiler
 from support.spills import check_spills
-from support.sweep import every
+from support.sweep import all_pairs, every
 
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.runtime.cuda.compile import render
@@ -157,9 +157,13 @@ def test_candidates_compile_without_spills(operation: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("shift", [None, 192])
+@all_pairs(
+    {
+        "shift": [None, 192],
+        "scale": [False, True],
+        "residual": [False, True],
+    }
+)
 def test_a_residual_block_on_a_processor(shift: int | None, scale: bool, residual: bool, tmp_path: Path) -> None:
     """``silu(l2(x) * scale * (factor + 1) + shift) + addend``: two images of eight rows, of which factors and shifts lie side by side."""
     stages = (("silu",), ("add",)) if residual else (("silu",),)

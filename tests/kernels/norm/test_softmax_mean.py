@@ -12,6 +12,7 @@ from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.shape import TransposeAttrs
@@ -56,8 +57,7 @@ def test_a_softmax_and_a_product_in_one_launch(name: str, precision: str) -> Non
 
 
 @needs_compiler
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), turns(CASES, "fp16", "fp32"))
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph = CASES[name]
     program = lowered(graph, precision)
