@@ -28,6 +28,7 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call, Result
 from optdnn.ops.fused import flops
+from optdnn.passes.support.guards import MASK
 from optdnn.passes.support.precision_report import FP16_LARGEST
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.types import FP32, Array
@@ -214,7 +215,7 @@ def overflows(
     """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range.
 
     ``seen``: the ranges on calibration data, which count instead of ``largest``. Those of other samples may be :data:`DATA_MARGIN`
-    times as large. Their signs are known: the fill of a mask is negative there."""
+    times as large. Their signs are known: the fill of a mask is negative there, or at least :data:`MASK`."""
     found: dict[int, str] = {}
     limit, source = FP16_LARGEST, "for generated inputs"
     if seen is not None:
@@ -229,8 +230,8 @@ def overflows(
             continue
         read = [v for v in op.inputs if v is not None and graph.type(v).dtype == FP32]
         large = [v for v in (*op.values, *read) if largest.get(v, 0.0) > limit]
-        signed = seen is None or all(seen[v].high <= limit for v in large)
-        if signed and _makes_mask(graph, op, read, masks):
+        fills = seen is None or not any(limit < seen[v].high < MASK for v in large)
+        if fills and _makes_mask(graph, op, read, masks):
             masks.update(v for v in op.values if v in large)
             continue
         for v in large:

@@ -168,9 +168,9 @@ def test_huge_weights_are_no_mask() -> None:
     assert refused(graph).keys() == {"up", "down"}
 
 
-@pytest.mark.parametrize(("high", "kept"), [(1.0, set()), (1e6, {"enlarged", "product"})])
+@pytest.mark.parametrize(("high", "kept"), [(1.0, set()), (1e6, {"enlarged", "product"}), (1e12, set())])
 def test_constants_that_enlarge_data_are_no_mask(high: float, kept: set[str]) -> None:
-    """The fill of a mask is negative. Data show values of both signs."""
+    """The fill of a mask is negative or huge. Data show values of both signs."""
     n = Net()
     enlarged = n.op("Add", n.input(4, 32), n.const(np.full(32, 1e6)), name="enlarged")
     graph = n.done(n.op("MatMul", enlarged, n.random(32, 32), name="product"))
