@@ -38,7 +38,7 @@ def _step(graph: Graph, op: Op) -> _Step | None:
         return None
     for slot in (0, 1):
         pad, x = producer(graph, op.inputs[slot], {"Pad"}, alone=True), operand(op, 1 - slot)
-        if pad is None or operand(pad) != x or pad.attrs.mode != "constant":
+        if pad is None or operand(pad) != x or pad.attrs.mode != "constant" or pad.input(3) is not None:
             continue
         pads, filler = ints(graph, pad.input(1)), 0 if pad.input(2) is None else scalar(graph, pad.input(2))
         if pads is None or filler != _SCANS[op.kind][1]:

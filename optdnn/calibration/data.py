@@ -91,7 +91,10 @@ def open_data(
     Raises UsageError for a source that cannot be read or is empty, InputError for a source that does not fit the inputs.
     """
     if not inputs:
-        raise UsageError("the network has no inputs: there is nothing to calibrate", hint="leave the precision out")
+        raise UsageError(
+            "the network has no inputs: there is nothing to calibrate",
+            hint="build it in fp32, or in 16 bits without --calib",
+        )
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
         return _of_folder(path, inputs, images, profiles) if path.is_dir() else _of_file(path, inputs, profiles)

@@ -78,3 +78,12 @@ def test_a_product_of_sums_stays() -> None:
 def test_they_are_one_launch() -> None:
     program = check_simulated(scan(dtype=np.float32), tolerance=2e-3)
     assert [s.params["op"]["kind"] for s in program.steps].count("CumProd") == 1
+
+
+def test_pads_of_some_axes() -> None:
+    """The pads are those of the axes that the Pad names: canonicalize gives known ones to all axes first."""
+    n = Net(np.float64)
+    x = n.op("Sigmoid", n.input(2, 3, 8, name="x"))
+    for reach in (1, 2):
+        x = n.op("Mul", x, n.op("Pad", x, n.ints(reach, -reach), 1.0, n.ints(1), attrs=PadAttrs("constant")))
+    check_untouched(DoubledScans(), n.done(x))
