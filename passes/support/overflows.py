@@ -43,6 +43,7 @@ LONG_TRIAL = 40.0
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
 FACTORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds that sum up products of their first two operands."""
+SCALES = frozenset({"Div", "Mul"})
 PRODUCT_FLOPS = 50.0
 """NumPy computes this many operations of a matrix product in the time of one operation of another operator. So products count less:
 networks with long convolutions, whose spectra leave fp16's range (S4, Hyena), are still tried. With the raised limits, a product's
@@ -245,10 +246,24 @@ def overflows(
 def _makes_mask(graph: Graph, op: Op, read: list[Value], masks: set[Value]) -> bool:
     """Whether an op's results are large because of a constant or a mask, or computed only from constants.
 
-    The factors of a product are no masks: saturated ones would make other sums."""
+    The factors of a product are no masks: saturated ones would make other sums. Nor are those of a multiplication or division
+    below :data:`MASK`."""
     arrays = {v: graph.constant_value(v) for v in read}
     if all(a is not None for a in arrays.values()) or not masks.isdisjoint(read):
         return True
-    factors = op.inputs[:2] if op.kind in FACTORS else ()
-    constants = [a for v, a in arrays.items() if a is not None and v not in factors]
-    return any(a.size and not (a.max() <= FP16_LARGEST and a.min() >= -FP16_LARGEST) for a in constants)
+    factors, scales = op.inputs[:2] if op.kind in FACTORS else (), _scales(op)
+    for v, a in arrays.items():
+        if a is not None and a.size and v not in factors:
+            size = float(np.abs(a).max())
+            if not size <= (MASK if v in scales else FP16_LARGEST):
+                return True
+    return False
+
+
+def _scales(op: Op) -> set[Value]:
+    """The operands by which an op, or a stage of it, multiplies or divides."""
+    found = {v for v in op.inputs if v is not None and op.kind in SCALES}
+    for stage in (*getattr(op.attrs, "prologue", ()), *getattr(op.attrs, "epilogue", ())):
+        if stage.kind in SCALES:
+            found |= {v for a in stage.args if a is not None and a >= 0 and (v := op.inputs[a]) is not None}
+    return found

@@ -16,6 +16,7 @@ from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
+from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.support import overflows
 from optdnn.passes.support.overflows import growing, largest_values
 from optdnn.passes.support.precision import PrecisionPlan
@@ -176,6 +177,20 @@ def test_constants_that_enlarge_data_are_no_mask(high: float, kept: set[str]) ->
     graph = n.done(n.op("MatMul", enlarged, n.random(32, 32), name="product"))
     found = overflows.overflows(graph, {}, {enlarged: Range(-1e6, high)})
     assert {graph.op(i).name for i in found} == kept
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("factor", "kept"), [(1e6, True), (1e9, False)])
+def test_a_factor_is_no_mask_unless_it_is_huge(factor: float, kept: bool, fused: bool) -> None:
+    """Also where it is in the epilogue of a product: a reader would get 65504 in the place of the result."""
+    n = Net()
+    product = n.op("MatMul", n.input(4, 32), n.input(32, 16, name="y"), name="product")
+    graph = n.done(n.op("Softplus", n.op("Mul", product, n.const(factor))))
+    if fused:
+        FuseEpilogue()(graph, PassContext("cuda:sm_90a", "fp16"))
+        assert set(graph.kinds()) == {"MatMul"}
+    found = overflows.overflows(graph, largest_values(graph) or {})
+    assert bool(found) == kept
 
 
 @pytest.mark.parametrize("fill", [-1e9, -np.inf, -3.4e38])
