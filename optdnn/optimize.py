@@ -44,21 +44,24 @@ class _Calibrate:
     def __call__(self, graph: Graph) -> Calibration:
         shared = self.options.calib
         if not isinstance(shared, SharedCalibration):
-            return _calibrated(graph, shared, options=self.options, say=self.say)
+            return self._calibrated(graph, shared)
         shared.first = shared.first or self
         if shared.first is self:
-            shared.found.append(_calibrated(graph, shared.data, options=self.options, say=self.say))
+            shared.found.append(self._calibrated(graph, shared.data))
             return shared.found[-1]
         self.asked += 1
         return shared.for_other_sizes(self.asked - 1)
 
+    def _calibrated(self, graph: Graph, data: Any) -> Calibration:
+        """Ranges for the graph as the requesting pass sees it."""
+        return calibrated(graph, data, plan_of(self.options).quantizes, self.options, self.say)
 
-def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
-    """Ranges for the graph as the requesting pass sees it: without integers, only the extremes matter."""
+
+def calibrated(graph: Graph, data: Any, quantizes: bool, options: BuildOptions, say: Progress) -> Calibration:
+    """The ranges of the graph's values, as the options ask for. Where nothing is quantized, only the extremes matter."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import pictures_of
 
-    quantizes = plan_of(options).quantizes
     return calibrate(
         graph,
         data,

@@ -18,7 +18,7 @@ from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
-from optdnn.optimize import operand_moments, optimize
+from optdnn.optimize import calibrated, operand_moments, optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Moments
 from optdnn.passes.support.precision import PrecisionPlan
@@ -71,16 +71,14 @@ def _calibration(
         return None
     if options.calib is None:
         raise _data_missing(program)
-    from optdnn.calibration import calibrate, input_specs
+    from optdnn.calibration import input_specs
     from optdnn.calibration.images import pictures_of
     from optdnn.precision.samples import halves
 
     data: Any = options.calib
-    images = pictures_of(options)
     if "auto" in program.meta:
-        data = dict(halves(options.calib, input_specs(graph), options.labels, images)[0].feeds)
-    method = options.calibrator if plan.quantizes else "minmax"
-    return calibrate(graph, data, method, cache=options.calib_cache, images=images, strict=plan.quantizes, progress=say)
+        data = dict(halves(options.calib, input_specs(graph), options.labels, pictures_of(options))[0].feeds)
+    return calibrated(graph, data, plan.quantizes, options, say)
 
 
 def _moments(program: Program, options: BuildOptions, say: Progress) -> Moments | None:

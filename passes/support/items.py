@@ -34,9 +34,8 @@ def computes_items(graph: Graph, op: Op, slots: Collection[int]) -> bool:
         return small and all(len(t.dims) == rank for t in given)
     if op.kind in LAYERS:
         return tuple(slots) == (0,) and _layer(graph, op)
-    fits = (
-        not others if op.kind == "Concat" else tuple(slots) == (0,)
-    )  # a constant part has the items of one operand only
+    # a constant part of a Concat has the items of one operand only
+    fits = not others if op.kind == "Concat" else tuple(slots) == (0,)
     return fits and _moves(graph, op)
 
 

@@ -44,6 +44,7 @@ PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
 FACTORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds that sum up products of their first two operands."""
 SCALES = frozenset({"Div", "Mul"})
+"""Kinds whose operands scale data."""
 PRODUCT_FLOPS = 50.0
 """NumPy computes this many operations of a matrix product in the time of one operation of another operator. So products count less:
 networks with long convolutions, whose spectra leave fp16's range (S4, Hyena), are still tried. With the raised limits, a product's
@@ -261,7 +262,7 @@ def _makes_mask(graph: Graph, op: Op, read: list[Value], masks: set[Value]) -> b
 
 
 def _scales(op: Op) -> set[Value]:
-    """The operands by which an op, or a stage of it, multiplies or divides."""
+    """The operands of multiplications and divisions: of the op itself, or of its stages."""
     found = {v for v in op.inputs if v is not None and op.kind in SCALES}
     for stage in (*getattr(op.attrs, "prologue", ()), *getattr(op.attrs, "epilogue", ())):
         if stage.kind in SCALES:

@@ -169,8 +169,29 @@ def normalized_linear_attention(
     return ((wide.type(scale) * (left @ (turned @ values)) / divisor).astype(q.dtype),)
 
 
+def linear_sums(k: Array, v: Array, *, span: int, rectified: bool = False) -> tuple[Array, ...]:
+    """For k and v (B, H, N, C), per ``span`` tokens: sums of v's features, sums of k's features, and v^T k: (B, H, S, 2 + C, C)."""
+    k, v = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (k, v))
+    k = np.maximum(k, 0) if rectified else k
+    parts = [(k[:, :, n : n + span], v[:, :, n : n + span]) for n in range(0, k.shape[2], span)]
+    rows = [[x.sum(2, keepdims=True) for x in (v, k)] + [v.swapaxes(2, 3) @ k] for k, v in parts]
+    return (np.stack([np.concatenate(r, 2) for r in rows], 2),)
+
+
+def linear_results(
+    sums: Array, q: Array, *, epsilon: float = 0.0, scale: float = 1.0, rectified: bool = False
+) -> tuple[Array, ...]:
+    """Normalized linear attention of queries (B, H, N, C) from the parts of its sums (:func:`linear_sums`)."""
+    total = sums.sum(2)
+    wide = (np.maximum(q, 0) if rectified else q).astype(total.dtype)
+    divisor = wide @ total[:, :, 1, :, None] + total.dtype.type(epsilon)
+    return ((total.dtype.type(scale) * (wide @ total[:, :, 2:].swapaxes(2, 3)) / divisor).astype(q.dtype),)
+
+
 KERNELS: dict[str, Kernel] = {
     "Attention": attention,
+    "LinearResults": linear_results,
+    "LinearSums": linear_sums,
     "NormalizedLinearAttention": normalized_linear_attention,
     "RotaryEmbedding": rotary_embedding,
     "TensorScatter": tensor_scatter,

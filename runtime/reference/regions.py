@@ -260,25 +260,6 @@ def channel_results(sums: Array, v: Array, factors: Array, *, least: Sequence[fl
     return ((weights / weights.sum(3, keepdims=True) @ v.astype(weights.dtype)).astype(v.dtype),)
 
 
-def linear_sums(k: Array, v: Array, *, span: int, rectified: bool = False) -> tuple[Array, ...]:
-    """For k and v (B, H, N, C), per ``span`` tokens: sums of v's features, sums of k's features, and v^T k: (B, H, S, 2 + C, C)."""
-    k, v = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (k, v))
-    k = np.maximum(k, 0) if rectified else k
-    parts = [(k[:, :, n : n + span], v[:, :, n : n + span]) for n in range(0, k.shape[2], span)]
-    rows = [[x.sum(2, keepdims=True) for x in (v, k)] + [v.swapaxes(2, 3) @ k] for k, v in parts]
-    return (np.stack([np.concatenate(r, 2) for r in rows], 2),)
-
-
-def linear_results(
-    sums: Array, q: Array, *, epsilon: float = 0.0, scale: float = 1.0, rectified: bool = False
-) -> tuple[Array, ...]:
-    """Normalized linear attention of queries (B, H, N, C) from the parts of its sums (:func:`linear_sums`)."""
-    total = sums.sum(2)
-    wide = (np.maximum(q, 0) if rectified else q).astype(total.dtype)
-    divisor = wide @ total[:, :, 1, :, None] + total.dtype.type(epsilon)
-    return ((total.dtype.type(scale) * (wide @ total[:, :, 2:].swapaxes(2, 3)) / divisor).astype(q.dtype),)
-
-
 def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array, **attrs: Any) -> tuple[Array, ...]:
     """Attention with the bias ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
     bias = rows[..., :, None] + columns[..., None, :]
@@ -438,8 +419,6 @@ KERNELS: dict[str, Kernel] = {
     "ChannelAttention": channel_attention,
     "ChannelResults": channel_results,
     "ChannelSums": channel_sums,
-    "LinearResults": linear_results,
-    "LinearSums": linear_sums,
     "Copies": copies,
     "Copy": copy,
     "Frames": frames,

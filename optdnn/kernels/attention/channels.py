@@ -35,6 +35,14 @@ def channel_offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...
     )
 
 
+def problem_refusal(problem: channels.Problem, gpu: GpuFacts) -> str | None:
+    """Why the kernels cannot run the problem on the GPU, or None."""
+    reason = channels.refuse(problem)
+    if reason is None and not channel_offers(problem, gpu):
+        reason = "no configuration fits shared memory"
+    return reason
+
+
 def channel_parts(b: Builder, op: Op, problem: channels.Problem, config: channels.Config) -> TensorView:
     """Space for the partial sums between two launches."""
     parts = (problem.batch, problem.heads, channels.parts(problem, config))
@@ -111,11 +119,7 @@ class ChannelAttention(ProblemTactic):
             return "the channels of a token are not contiguous"
         if op.value in b.reserved and b.reserved[op.value].strides[2] != 1:
             return "its result is wanted in another order"
-        problem = self.problem(b, op)
-        reason = channels.refuse(problem)
-        if reason is None and not channel_offers(problem, b.gpu):
-            reason = "no configuration fits shared memory"
-        return reason
+        return problem_refusal(self.problem(b, op), b.gpu)
 
     def _sources(self, graph: Graph, op: Op) -> tuple[_Source, _Source]:
         """The sources of queries and keys: both normalized, or neither."""

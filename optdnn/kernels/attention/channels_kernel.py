@@ -128,7 +128,7 @@ def _sums_bytes(problem: Problem, config: Config) -> int:
 
 
 def _weights_bytes(problem: Problem) -> int:
-    """Bytes of the matrix by which values are multiplied. Linear attention: 16 rows more, and the factors of the rows."""
+    """Bytes of the matrix that multiplies the values. Linear attention: 16 rows more, and the factors of the rows."""
     rows = problem.filled + (16 if problem.divided else 0)
     return rows * (problem.filled + 8) * 2 + (rows * 4 if problem.divided else 0)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.attention import channels_kernel as channels
-from optdnn.kernels.attention.channels import channel_offers, channel_parts
+from optdnn.kernels.attention.channels import channel_offers, channel_parts, problem_refusal
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.gemm.matmul import emit_matmul
@@ -43,11 +43,7 @@ class LinearAttentionKernel(ProblemTactic):
             return "the features of a token are not contiguous"
         if op.value in b.reserved and b.reserved[op.value].strides[3] != 1:
             return "its result is wanted in another order"
-        problem = self.problem(b, op)
-        reason = channels.refuse(problem)
-        if reason is None and not channel_offers(problem, b.gpu):
-            reason = "no configuration fits shared memory"
-        return reason
+        return problem_refusal(self.problem(b, op), b.gpu)
 
     def offers(self, problem: channels.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return channel_offers(problem, gpu)
