@@ -40,7 +40,7 @@ LINKED = ("-shared", "-nodefaultlibs")
 
 
 PLAIN = ("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-fno-stack-protector")
-"""Without what no kernel uses, and what takes a tenth of the time."""
+"""Options that leave out what no kernel uses. It takes a tenth of the time of a compilation."""
 
 
 _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}

@@ -1,4 +1,4 @@
-"""The quick tests of a whole run: of a test with three cases or more every sixth; the others are slow tests."""
+"""The quick tests of a whole run. Of a test with three cases or more, every sixth case is quick, and the others are slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 MANY = 3
-"""Fewest cases of which only some are quick."""
+"""A test with fewer cases is quick as a whole."""
 STEP = 6
 CHOSEN = ("gpu", "nvrtc", "slow")
 """Marks of tests that are selected otherwise. A test with a slow case names its quick ones itself (:mod:`support.sweep`)."""
