@@ -157,15 +157,16 @@ def _correction(array: Array, weight: WeightInParts) -> Array | None:
 
 
 def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Orders of the view's axes that give the shape, ignoring axes of length 1: the given order, or transposed.
+    """Orders of the view's axes that may give the shape, ignoring axes of length 1: the given order, or transposed.
 
-    Several axes of the view may be one axis of the shape: the rows of one of two matrices that alternate in blocks."""
+    In the given order the axes may be split or joined: the rows of both directions of a recurrent layer are one axis of the view.
+    Transposed, several axes of the view may be one axis of the shape: the rows of one of two matrices that alternate in blocks."""
     wanted = [n for n in shape if n != 1]
     long = [i for i, n in enumerate(view) if n != 1]
     short = [i for i, n in enumerate(view) if n == 1]
     turns = range(len(long)) if len(wanted) == 2 else range(1)
     orders = ([*long[k:], *long[:k]] for k in turns)
-    return [(*short, *order) for order in orders if _splits([view[i] for i in order], wanted)]
+    return [(*short, *o) for o in orders if o == long or _splits([view[i] for i in o], wanted)]
 
 
 def _splits(parts: Sequence[int], shape: Sequence[int]) -> bool:

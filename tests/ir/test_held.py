@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
+from support.sequence_cases import recurrent
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -68,6 +69,20 @@ def test_transposed_weights_are_found() -> None:
     hold(graph, program)
     assert len(program.blobs) == count
     assert same(program, lowered(held(program)))
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 1.02), ("fp32", 1.15)])
+def test_weights_of_both_directions_are_found(precision: str, most: float) -> None:
+    """A launch reads them as one matrix."""
+    graph = recurrent("LSTM", inputs=128, hidden=48, direction="bidirectional")
+    options = replace(OPTIONS, precision=precision)
+    optimize(graph, options, "simulate")
+    program = lower_cuda(graph, options, of_arch("sm_90a"), {})
+    size = sum(b.nbytes for b in program.blobs)
+    again = held(hold(graph, program))
+    assert sum(b.nbytes for b in program.blobs) < most * size
+    for a, b in zip(graph.of_kind("Constant"), again.of_kind("Constant"), strict=True):
+        assert a.attrs.value.tobytes() == b.attrs.value.tobytes()
 
 
 def gated(precision: str, units: int) -> tuple[Graph, Program]:

@@ -20,7 +20,8 @@ from support.spills import check_spills
 from support.sweep import all_pairs, in_turn, sweep
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.recurrent import grid_kernel, resident, resident_kernel
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.recurrent import grid_kernel, input_products, resident, resident_kernel
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.recurrent.resident_kernel import Config, Problem
 from optdnn.kernels.tactic import Offer
@@ -150,6 +151,40 @@ def test_both_directions_are_one_launch() -> None:
     (step,) = launches(SIZES["rnn of 500"](), "fp32")
     assert step.launch.waits == GRID  # type: ignore[union-attr]
     assert step.launch.grid[0] <= H200.multiprocessors  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("graph", "precision", "target", "kernel"),
+    [
+        (partial(recurrent, "LSTM", hidden=12, batch=7), "fp32", "cuda:sm_90a", "conv_parts_sm90"),
+        (partial(recurrent, "LSTM", hidden=12, batch=7), "fp16", "cuda:sm_90a", "conv_sm90"),
+        (partial(recurrent, "LSTM", hidden=12, batch=7), "fp32", "cuda:sm_80", "conv_fp32"),
+        (partial(recurrent, "GRU", hidden=9, batch=7), "fp32", "cuda:sm_90a", "conv_fp32"),
+        (partial(recurrent, "GRU", hidden=9, batch=40), "fp16", "cuda:sm_90a", "matmul"),
+        (partial(recurrent, "LSTM", hidden=12, batch=7), "bf16", "cuda:sm_80", "matmul"),
+    ],
+    ids=["parts", "tensor cores", "older GPU", "odd columns", "odd columns of fp16", "16 bits on an older GPU"],
+)
+def test_kernels_of_ordinary_products_multiply_the_inputs(
+    graph: Callable[[], Graph], precision: str, target: str, kernel: str
+) -> None:
+    program = lowered(graph(), precision, target=target)
+    steps = [s for s in (parse(s, program) for s in program.steps if s.executor == "cuda") if isinstance(s, CudaStep)]
+    names = [program.kernels[s.launch.kernel].function for s in steps]  # type: ignore[union-attr]
+    assert names[names.index("rnn_resident") - 1] == kernel
+
+
+@pytest.mark.parametrize(
+    ("inputs", "limit", "because"),
+    [(0, input_products.LARGEST, "its inputs have no elements"), (24, 100, "more elements than 32-bit offsets")],
+)
+def test_products_that_no_ordinary_kernel_takes(
+    inputs: int, limit: int, because: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = recurrent("LSTM", steps=5, batch=7, inputs=inputs, hidden=12)
+    monkeypatch.setattr(input_products, "LARGEST", limit)
+    (op,) = graph.of_kind("LSTM")
+    assert because in str(input_products.refuse(Builder(graph, H200), op))
 
 
 def best(problem: Problem) -> float:

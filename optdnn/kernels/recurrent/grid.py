@@ -7,25 +7,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.errors import InternalError
-from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
-from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv.problem import Problem as ProductProblem
-from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.gemm.hopper import padded_rows
-from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, swapped, walkable
-from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.ranking import first_reason
-from optdnn.kernels.recurrent import grid_kernel
+from optdnn.kernels.recurrent import grid_kernel, input_products
 from optdnn.kernels.recurrent.hopper import initial_states, unplain
+from optdnn.kernels.recurrent.input_products import constant_operand
 from optdnn.kernels.tactic import Offer, ProblemTactic, kernel_offers
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.rnn import GATES, RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import BF16, FP16
 
 ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
     "LSTM": [("Sigmoid", "Tanh", "Tanh")],
@@ -66,14 +59,6 @@ def copy_states(b: Builder, op: Op, results: Sequence[TensorView], written: Sequ
             copy(b, op, source, target)
 
 
-def constant_operand(b: Builder, op: Op, index: int) -> Array:
-    """A constant operand. Raises InternalError if it is not constant."""
-    found = b.graph.constant_value(op.inputs[index])
-    if found is None:
-        raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
-    return found
-
-
 class GridRNN(ProblemTactic):
     """RNN, GRU and LSTM of 16-bit floats with constant weights: each block of the grid holds rows of the recurrent matrix."""
 
@@ -83,8 +68,6 @@ class GridRNN(ProblemTactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a: RNNAttrs = op.attrs
-        if not b.gpu.hopper:
-            return f"its product of the inputs needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         count = op.outputs[0].type.static_shape[1]
@@ -98,7 +81,7 @@ class GridRNN(ProblemTactic):
         if any(b.graph.constant_value(v) is None for v in operands):
             return "its weights are not constant"
         problem = self.problem(b, op)
-        return first_reason(
+        return input_products.refuse(b, op) or first_reason(
             grid_kernel.refuse(problem, grid_kernel.Config(n), at_once=b.gpu.multiprocessors)
             for n in reversed(grid_kernel.ROW_TILES)
         )
@@ -120,7 +103,7 @@ class GridRNN(ProblemTactic):
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         size = GATES[op.kind] * hidden
-        gates = self.products(b, op, steps * batch, count * size).view(
+        gates = input_products.input_products(b, op).view(
             (steps, batch, count * size), (batch * count * size, count * size, 1)
         )
         results, made = written_states(b, op)
@@ -154,31 +137,3 @@ class GridRNN(ProblemTactic):
             return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
         x = b.operand(value)
         return x if x.dense and x.offset % 8 == 0 else copied(b, op, x, "initial")
-
-    @staticmethod
-    def products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
-        """Emits the products of all inputs with the weights of all directions, plus the input biases: [rows, columns]."""
-        w = constant_operand(b, op, 1)
-        depth = w.shape[2]
-        flat = np.ascontiguousarray(w.reshape(columns, depth))
-        right = swapped(b.rearranged(b.constant(flat, "weights"), "weights", padded_rows(flat.shape)))
-        x = b.operand(op.inputs[0])
-        left = reshaped(x, (rows, depth))
-        if left is None or not walkable(left):
-            strides = padded_rows((rows, depth))
-            copy = copied_later(b, op, x, "inputs", (strides[0] * x.shape[1], *strides))
-            left = reshaped(b.made(copy), (rows, depth))
-            assert left is not None
-        dtype = op.outputs[0].type.dtype
-        out = b.new(f"{op.outputs[0].name}.gates", dtype, (rows, columns))
-        bias = None
-        if op.input(3) is not None:
-            given = constant_operand(b, op, 3)
-            bias = np.ascontiguousarray(given[:, : given.shape[1] // 2]).reshape(-1).astype(np.float32)
-        problem = ProductProblem(
-            rows, columns, (Source(1, 1, up(depth, 8)),), (("bias",),), map_dtype(dtype), stack=(1, 1), across=False,
-            dense=False,
-        )  # fmt: skip
-        config = hopper_launch.ranked(problem, b.gpu)[0].config
-        emit_stacks(b, op, Stacks(problem, Epilogue(bias=bias), out, [left, right], [(0, 0)] * 3), config)
-        return out

@@ -13,14 +13,15 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.recurrent import resident_kernel
+from optdnn.kernels.recurrent import input_products, resident_kernel
 from optdnn.kernels.recurrent.activations import activation, per_direction
-from optdnn.kernels.recurrent.grid import GridRNN, constant_operand, copy_states, place_states, written_states
+from optdnn.kernels.recurrent.grid import GridRNN, copy_states, place_states, written_states
 from optdnn.kernels.recurrent.hopper import HopperRNN, initial_states
+from optdnn.kernels.recurrent.input_products import constant_operand
 from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic, costlier, kernel_offers
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
-from optdnn.ops.rnn import GATES, RNNAttrs
+from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32
 
@@ -78,8 +79,7 @@ class ResidentRNN(ProblemTactic):
     def problem(self, b: Builder, op: Op) -> resident_kernel.Problem:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         a, inputs = op.attrs, op_inputs(b, op)
-        wide = not b.gpu.hopper or op.outputs[0].type.dtype == FP32
-        wide = wide or inputs == 0 or count * GATES[op.kind] * hidden % 8 > 0
+        wide = op.outputs[0].type.dtype == FP32 or input_products.refuse(b, op) is not None
         return resident_kernel.Problem(
             op.kind, steps, batch, inputs, hidden, count, map_dtype(op.outputs[0].type.dtype), wide, _functions(op),
             a.direction == "reverse", op.input(3) is not None, op.kind == "LSTM" and op.input(7) is not None,
@@ -94,7 +94,7 @@ class ResidentRNN(ProblemTactic):
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         size = problem.gates * hidden
-        made = _wide_products(b, op) if problem.wide_gates else GRID.products(b, op, steps * batch, count * size)
+        made = input_products.input_products(b, op) if input_products.refuse(b, op) is None else _wide_products(b, op)
         operands = {
             "gates": made.view((steps, batch, count * size), (batch * count * size, count * size, 1)),
             "weights": b.constant(constant_operand(b, op, 2), "weights"),

@@ -188,7 +188,10 @@ def _product_seconds(problem: Problem, device: GpuFacts) -> float:
     """Predicted seconds of the product of all inputs."""
     rows = problem.directions * problem.gates * problem.hidden
     flops = 2 * problem.steps * problem.batch * problem.inputs * rows
-    rate = device.multiprocessors * device.clock * (device.lanes if problem.wide_gates else device.matrix_ops // 4)
+    per_clock = device.matrix_ops // 4
+    if problem.wide_gates:  # fp32 on tensor cores is three products
+        per_clock = per_clock // 3 if device.hopper and problem.dtype == "float32" else device.lanes
+    rate = device.multiprocessors * device.clock * per_clock
     return 3e-6 + flops / rate
 
 
