@@ -119,6 +119,7 @@ from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.passes.upsampled_convolutions import UpsampledConvolutions
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
+from optdnn.passes.weighted_maps import WeightedMaps
 from optdnn.passes.wide_products import WideProducts
 from optdnn.passes.window_products import WindowProducts
 from optdnn.passes.window_sums import WindowSums
@@ -235,6 +236,7 @@ O2_GPU: tuple[Pass, ...] = (
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
+    WeightedMaps(),  # before attention, for each softmax of a sum; after constants are folded
     TwoWayAttention(),  # before attention, which needs scores of its own for each direction
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FuseLinearAttention(),  # with attention; before epilogues, which would take in the division

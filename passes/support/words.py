@@ -360,6 +360,7 @@ RULES: Mapping[str, str] = {
     "mixed_heads": "convolutions over the heads of attention maps rewritten as products",
     "talking_products": "mixed heads of attention multiplied where the maps are stored",
     "talking_heads": "attentions with mixed heads written as attention of all features",
+    "weighted_maps": "sums of attention maps taken apart",
     "rotary_embedding": "rotary embeddings recognized",
     "rotary_products": "rotary embeddings recognized",
     "partial_rotary_embedding": "partial rotary embeddings recognized",
