@@ -78,16 +78,17 @@ def _terms(graph: Graph, value: Value, ops: list[Op], uses: int = 1) -> Iterator
         yield from _terms(graph, operand(op), ops)
         for term in _terms(graph, operand(op, 1), ops):
             yield term if op.kind == "Add" else replace(term, sign=-term.sign)
-    elif alone and op.kind == "Softmax":
+    elif alone and op.kind == "Softmax" and depends_on_inputs(graph, value):
         yield Term(value, op)
     elif alone and op.kind == "Mul":
-        found = [producer(graph, v, {"Softmax"}, alone=True) for v in op.inputs]
-        softmax, weight = (found[0], op.inputs[1]) if found[0] is not None else (found[1], op.inputs[0])
-        if softmax is None or weight is None or depends_on_inputs(graph, weight):
-            yield Term(value)
-        else:
-            ops.append(op)
-            yield Term(softmax.value, softmax, weight)
+        for v, weight in zip(op.inputs, reversed(op.inputs), strict=True):
+            softmax = producer(graph, v, {"Softmax"}, alone=True)
+            constant = weight is not None and not depends_on_inputs(graph, weight)
+            if softmax is not None and constant and depends_on_inputs(graph, softmax.value):
+                ops.append(op)
+                yield Term(softmax.value, softmax, weight)
+                return
+        yield Term(value)
     else:
         yield Term(value)
 

@@ -26,7 +26,8 @@ def gated(
 ) -> Graph:  # fmt: skip
     """Values under a sum of maps.
 
-    ``form``: a Python expression of the softmaxes ``a`` and ``b``, the constant maps ``p``, ``gate``, and ``x``, which is computed.
+    ``form``: a Python expression of the softmaxes ``a`` and ``b``, the constant maps ``p`` and ``c`` (a softmax), ``gate``,
+    and ``x``, which is computed.
     ``divided``: by the sums of the rows, "keep" or "view". ``read``: "sum" or "maps" are a second output."""
     n = Net()
     source = n.input(2, TOKENS, 24)
@@ -43,6 +44,7 @@ def gated(
         "gate": n.op("Sigmoid", n.random(*gate)),
         "p": n.op("Sigmoid", n.random(*maps)),
     }
+    names["c"] = n.op("Softmax", n.random(*maps), attrs=SoftmaxAttrs(-1))
     if "b" in form:
         names["b"] = softmax()
     if "x" in form:
@@ -80,6 +82,8 @@ def evaluated(n: Net, form: str, names: dict[str, Any]) -> Value:
         ({"divided": "view", "form": "a - gate * b + p"}, 3),
         ({"maps": (TOKENS, TOKENS), "gate": (1,), "divided": "keep"}, 2),
         ({"gate": (HEADS, TOKENS, 1)}, 2),
+        ({"form": "gate * a + gate * c", "divided": "keep"}, 2),
+        ({"form": "c - a"}, 2),
     ],
 )
 def test_products_are_taken_apart(options: dict[str, Any], products: int) -> None:
