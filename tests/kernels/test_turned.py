@@ -73,6 +73,38 @@ def test_conversions_and_operators(
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) == len(program.steps)
 
 
+def combined(*shapes: tuple[int, ...], slot: int = 0, size: tuple[int, ...] = (4, 64, 1500)) -> Graph:
+    """A pointwise operator on a transposed tensor and others. ``slot``: of the transposed tensor."""
+    n = Net()
+    x = n.op("Transpose", n.input(*size), attrs=TransposeAttrs((0, 2, 1)))
+    for k, shape in enumerate(shapes):
+        other = n.input(*shape, name=f"y{k}")
+        x = n.op("Sub", other, x) if slot == k + 1 else n.op("Mul", x, other)
+    return n.done(n.op("Reshape", x, n.ints(-1)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        combined((4, 1500, 64)),
+        combined((4, 1500, 64), slot=1),
+        combined((1, 1500, 1), (4, 1500, 64)),
+        combined((64,), (4, 1, 64), slot=2),
+        combined((1,)),
+        combined((4, 1500, 61), size=(4, 61, 1500)),
+    ],
+    ids=["one", "it is the second", "one for a row", "for columns", "a scalar", "odd rows"],
+)
+def test_other_operands_are_read_where_the_tile_is_written(graph: Graph, precision: str, tmp_path: Path) -> None:
+    program = lowered(graph, precision, opt_level=2)
+    functions = [k.function for k in program.kernels]
+    assert functions.count("turned") == 1
+    check_simulated(graph, precision)
+    assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
+
+
 @needs_compiler
 @pytest.mark.parametrize("channels", [150, 21])
 def test_the_last_tile_may_read_padding(channels: int, tmp_path: Path) -> None:
@@ -149,12 +181,29 @@ def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
     assert turned.turn_of(source, target, STRIDES_LIMIT) is None
 
 
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (view((512, 1024), (1024, 1)), True),
+        (view((512, 1), (1, 1)), True),
+        (view((1024,), (1,)), True),
+        (view((512, 1024), (1, 512)), False),  # transposed, too
+        (view((512, 1024), (2048, 2)), False),
+    ],
+)
+def test_others_are_contiguous_where_the_target_is(other: TensorView, found: bool) -> None:
+    source, target = view((512, 1024), (1, 512)), view((512, 1024), (1024, 1))
+    assert (turned.turn_of(source, target, STRIDES_LIMIT, [other]) is not None) is found
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("shape", [(8192, 8192), (512, 1024)])
 def test_tiles_stay_in_registers(shape: tuple[int, int]) -> None:
     target = view(shape, (shape[1], 1))
     turn = turned.turn_of(view(shape, (1, shape[0])), target, STRIDES_LIMIT)
     assert turn is not None
-    found = nvrtc.resources(turned.launch("sm_90a", turn, turned.Elements("f16", "f16")).recipe)["turned"]
+    found = nvrtc.resources(
+        turned.launch("sm_90a", turn, turned.Elements(turned.Operand(0, "f16", "float"), "f16")).recipe
+    )["turned"]
     assert found.spill_bytes == 0
     assert found.registers <= 96

@@ -10,7 +10,7 @@ from typing import Any
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, unmade
-from optdnn.kernels.launch import GENERAL, Parameters
+from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.byte_table import BYTES, byte_table, constant_scalar
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic, body
@@ -63,12 +63,8 @@ def emit_pointwise(
         attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
     else:
         attrs = {}
-    only = operands[0] if len(present) == 1 and (not stages or out.dtype not in BYTES) else None
-    if only is not None and (turn := turned.turn_of(only, out, STRIDES_LIMIT)) is not None:
-        elements = turned.Elements(CPP[only.dtype], CPP[out.dtype])
-        if stages or only.dtype != out.dtype:
-            elements = replace(elements, wide=arithmetic(only.dtype), compute=tuple(lines), result=result)
-        b.emit(op, turned.launch(b.arch, turn, elements), {"out": out, "in0": only}, kind, attrs, list(operands), [out])
+    if (turn := _turned(b, present, out, lines if stages or types[0].dtype != out.dtype else [], result)) is not None:
+        b.emit(op, turn, {"out": out, **{f"in{i}": p for i, p in present}}, kind, attrs, list(operands), [out])
         return
     looked_up = None if kind != "Pointwise" or widened else byte_table(b, operands, attrs, out)
     tables = {}
@@ -102,6 +98,23 @@ def emit_pointwise(
     blocks = min(-(-count // (THREADS * ahead)), 65535 * 8)
     launch = parameters.generated(b.arch, text, "pointwise", blocks, THREADS, options=options)
     b.emit(op, launch, placed, kind, attrs, list(operands), [out])
+
+
+def _turned(
+    b: Builder, present: Sequence[tuple[int, TensorView]], out: TensorView, lines: Sequence[str], result: str
+) -> Launch | None:
+    """The launch that transposes tiles of one operand, if that one is contiguous along another axis than ``out``. Without ``lines``,
+    elements are moved."""
+    if lines and out.dtype in BYTES:
+        return None
+    for i, x in present:
+        others = [(k, y) for k, y in present if k != i]
+        turn = turned.turn_of(x, out, STRIDES_LIMIT, [y for _, y in others])
+        if turn is not None:
+            source, *more = (turned.Operand(k, CPP[y.dtype], arithmetic(y.dtype)) for k, y in ((i, x), *others))
+            elements = turned.Elements(source, CPP[out.dtype], tuple(lines), result if lines else "", tuple(more))
+            return turned.launch(b.arch, turn, elements)
+    return None
 
 
 def _source(

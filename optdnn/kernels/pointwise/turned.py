@@ -1,4 +1,5 @@
-"""Pointwise operators of a tensor whose result is contiguous along another axis: a thread transposes a small tile in its registers.
+"""Pointwise operators with an operand that is contiguous along another axis than the result: a thread transposes a small tile of it in
+its registers. Other operands are read where the tile is written.
 
 A thread that moved one element at a time would use two bytes of each 32-byte sector that it reads (or writes). Here a thread reads
 ``high`` rows of ``wide`` elements, contiguous in the source, and writes ``wide`` rows of ``high`` elements, contiguous in the target.
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.launch import Launch, Parameters
-from optdnn.kernels.pointwise.strides import merge
+from optdnn.kernels.pointwise.strides import broadcast, merge
 
 THREADS = 256
 ENOUGH_THREADS = 1 << 16
@@ -23,6 +24,16 @@ the source's rows, and the next warps read the rest of the same rows. (64 x 1024
 memory bounds at 64. It took 138 us when a warp read 32 bytes of each row, and a distant warp the others.)"""
 LEAST_ELEMENTS = 1 << 18
 """Least elements of such a copy: smaller copies take the time of a launch in any order."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How another operand is read: its ``strides`` in the space of the copy, and ``across``, from row to row of a tile in the target.
+    ``together``: its elements are neighbors where the target's are; else it has the same element for a whole row of a tile."""
+
+    strides: tuple[int, ...]
+    across: int
+    together: bool
 
 
 @dataclass(frozen=True)
@@ -41,44 +52,65 @@ class Turn:
     across: int
     limit: int = 0
     along: int = -1
+    others: tuple[Beside, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand: its ``slot`` among those of the operator, and the C++ types of its elements and of arithmetic with them."""
+
+    slot: int
+    type: str
+    wide: str
 
 
 @dataclass(frozen=True)
 class Elements:
-    """C++ types of the elements in the ``source`` and in the ``target``. ``compute``: C++ that computes ``result`` from an element of the
-    source, ``v0`` of the type ``wide``. Without a result, elements of one type are moved."""
+    """What a launch computes. ``source``: the operand that is transposed; ``others``: in the order of ``Turn.others``; ``target``: C++
+    type of the result. ``compute``: C++ that computes ``result`` from the operands' elements ``v0``, ``v1``, ... Without a result,
+    elements of one type are moved."""
 
-    source: str
+    source: Operand
     target: str
-    wide: str = ""
     compute: tuple[str, ...] = ()
     result: str = ""
+    others: tuple[Operand, ...] = ()
 
-    def put(self, place: str, element: str) -> str:
-        """C++ that stores the result of ``element``."""
+    def put(self, place: str, elements: Sequence[str]) -> str:
+        """C++ that stores the result of an element of each operand, that of the source first."""
         if not self.result:
-            return f"{place} = {element};"
-        lines = " ".join([f"const {self.wide} v0 = widen({element});", *self.compute])
+            return f"{place} = {elements[0]};"
+        read = zip((self.source, *self.others), elements, strict=True)
+        lines = " ".join([*(f"const {x.wide} v{x.slot} = widen({e});" for x, e in read), *self.compute])
         return f"{{ {lines} {place} = narrow<{self.target}>({self.result}); }}"
 
 
-def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | None:
-    """The transposing copy of two tensors, if they are large and contiguous along different axes; else None."""
+def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Sequence[TensorView] = ()) -> Turn | None:
+    """The transposing copy of two tensors of one shape, if they are large and contiguous along different axes; else None. ``others``
+    broadcast to the shape, and are contiguous where the target is, or do not change along that axis."""
     count = math.prod(target.shape)
-    if count < LEAST_ELEMENTS:
+    if count < LEAST_ELEMENTS or source.shape != target.shape:
         return None
-    dims, (to, of) = merge(target.shape, [target.strides, source.strides])
+    spread = [broadcast(x, target.shape) for x in others]
+    dims, (to, of, *beside_them) = merge(target.shape, [target.strides, source.strides, *spread])
     along = next((k for k, s in enumerate(of) if s == 1), None)
     last = len(dims) - 1
     if along is None or along == last or to[last] != 1 or len(dims) + 2 > axes_limit:
         return None
     apart = [s for k, s in enumerate(of) if k != along]
     wide, limit = _vector(dims[along], source, apart), 0
-    if (padded := _vector(0, source, apart)) > wide and _has_padding(dims[along], padded, source, apart):
+    if any(strides[last] not in (0, 1) for strides in beside_them):
+        return None
+    padded = 0 if others else _vector(0, source, apart)  # behind their rows, others have no padding
+    if padded > wide and _has_padding(dims[along], padded, source, apart):
         wide, limit = padded, dims[along]
     if wide * source.dtype.itemsize < 8:
         return None
-    high = _vector(dims[last], target, [s for k, s in enumerate(to) if k != last])
+    high = min(
+        _vector(dims[last], x, [s for k, s in enumerate(own) if k != last])
+        for x, own in ((target, to), *zip(others, beside_them, strict=True))
+        if own[last] == 1
+    )
     while high > 1 and count // (wide * high) < ENOUGH_THREADS:
         high //= 2
     tiles, columns = -(-dims[along] // wide), dims[last] // high
@@ -87,13 +119,19 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | N
     near = max(n for n in range(1, WARP // beside + 1) if columns % n == 0)
     near = near if near * row >= LINE else columns
     rows = (tiles // beside, wide * beside, wide * beside * to[along])
-    order = [(dims[k], of[k], to[k]) for k in range(last) if k != along]
-    order += [(columns // near, of[last] * high * near, high * near), rows]
-    order += [(near, of[last] * high, high), (beside, wide, wide * to[along])]
-    kept = [o for o in order if o[0] > 1] or [(1, 0, 0)]
-    threads, reads, writes = zip(*kept, strict=True)
+    walks = list(zip(of, to, *beside_them, strict=True))  # the strides of each dimension
+
+    def part(size: int, k: int, step: int) -> tuple[tuple[int, ...], ...]:
+        return ((size,), tuple(step * stride for stride in walks[k]))
+
+    rows = part(tiles // beside, along, wide * beside)
+    order = [part(dims[k], k, 1) for k in range(last) if k != along]
+    order += [part(columns // near, last, high * near), rows, part(near, last, high), part(beside, along, wide)]
+    kept = [o for o in order if o[0][0] > 1] or [((1,), (0,) * len(walks[0]))]
+    reads, writes, *more = zip(*(strides for _, strides in kept), strict=True)
     at = kept.index(rows) if tiles > 1 and limit else -1
-    return Turn(threads, reads, writes, wide, high, of[last], to[along], limit, at)
+    besides = tuple(Beside(own, s[along], s[last] == 1) for own, s in zip(more, beside_them, strict=True))
+    return Turn(tuple(size for (size,), _ in kept), reads, writes, wide, high, of[last], to[along], limit, at, besides)
 
 
 def _has_padding(size: int, wide: int, x: TensorView, others: Sequence[int]) -> bool:
@@ -112,44 +150,59 @@ def _vector(size: int, x: TensorView, others: Sequence[int]) -> int:
 
 
 def launch(arch: str, turn: Turn, elements: Elements) -> Launch:
-    count = math.prod(turn.dims)
-    parameters = Parameters().pointer("out", "in0").u32(count).sizes(*turn.dims)
+    """The launch. Operands: ``out``, and ``in`` with the number of the slot for each operand."""
+    count, others = math.prod(turn.dims), elements.others
+    parameters = (
+        Parameters().pointer("out", *(f"in{x.slot}" for x in (elements.source, *others))).u32(count).sizes(*turn.dims)
+    )
     parameters.i64(*turn.target, *turn.source, turn.down, turn.across)
+    for x in turn.others:
+        parameters.i64(*x.strides, x.across)
     blocks = min(-(-count // THREADS), 65535 * 8)
     return parameters.generated(arch, _text(turn, elements), "turned", blocks, THREADS)
 
 
 def _text(turn: Turn, elements: Elements) -> str:
-    source, target = elements.source, elements.target
+    source, target, first = elements.source.type, elements.target, elements.source.slot
+    others = list(zip(elements.others, turn.others, strict=True))
     walk, rank = [], len(turn.dims)
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
-        walk.append(f"o += k * p.so[{d}]; s += k * p.si[{d}];" + (f" a = k * {turn.wide};" if d == turn.along else ""))
+        steps = [
+            f"o += k * p.so[{d}];",
+            f"s += k * p.si[{d}];",
+            *(f"o{x.slot} += k * p.s{x.slot}[{d}];" for x, _ in others),
+        ]
+        walk.append(" ".join(steps) + (f" a = k * {turn.wide};" if d == turn.along else ""))
     loads = [
-        f"const Pack<{source}, {turn.wide}> x{t}(static_cast<const {source}*>(p.in0) + s + {t} * p.down);"
+        f"const Pack<{source}, {turn.wide}> x{t}(static_cast<const {source}*>(p.in{first}) + s + {t} * p.down);"
         for t in range(turn.high)
     ]
+    loads += [_read(x, beside, v, turn.high) for x, beside in others for v in range(turn.wide)]
     stores = []
     for v in range(turn.wide):
         inside = f"if (a + {v} < {turn.limit}) " if turn.limit else ""
+        read = [[f"x{t}.lane[{v}]", *(_lane(x, beside, v, t) for x, beside in others)] for t in range(turn.high)]
         if turn.high == 1:
-            stores.append(inside + elements.put(f"static_cast<{target}*>(p.out)[o + {v} * p.across]", f"x0.lane[{v}]"))
+            stores.append(inside + elements.put(f"static_cast<{target}*>(p.out)[o + {v} * p.across]", read[0]))
             continue
-        moved = " ".join(elements.put(f"y.lane[{t}]", f"x{t}.lane[{v}]") for t in range(turn.high))
+        moved = " ".join(elements.put(f"y.lane[{t}]", read[t]) for t in range(turn.high))
         stored = f"y.store(static_cast<{target}*>(p.out) + o + {v} * p.across);"
         stores.append(f"{inside}{{ Pack<{target}, {turn.high}> y; {moved} {stored} }}")
     newline = "\n        "
+    pointers = " ".join(f"const void* in{x.slot};" for x in (elements.source, *elements.others))
+    strides = "".join(f"\n    i64 s{x.slot}[{rank}], across{x.slot};" for x, _ in others)
     return f"""struct Params {{
-    void* out; const void* in0;
+    void* out; {pointers}
     u32 count; Size dims[{rank}];
-    i64 so[{rank}], si[{rank}], down, across;
+    i64 so[{rank}], si[{rank}], down, across;{strides}
 }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) turned(const __grid_constant__ Params p) {{
     launch_dependents();
     for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
         u32 rest = i, k{", a = 0" if turn.limit else ""};
-        i64 o = 0, s = 0;
+        i64 o = 0, s = 0{"".join(f", o{x.slot} = 0" for x, _ in others)};
         {newline.join(walk)}
         wait_for_predecessor();
         {newline.join(loads)}
@@ -157,3 +210,14 @@ extern "C" __global__ void __launch_bounds__({THREADS}) turned(const __grid_cons
     }}
 }}
 """
+
+
+def _read(x: Operand, beside: Beside, row: int, high: int) -> str:
+    """C++ that loads what a row of a tile in the target needs of another operand."""
+    kind = f"Pack<{x.type}, {high if beside.together else 1}>"
+    return f"const {kind} x{x.slot}_{row}(static_cast<const {x.type}*>(p.in{x.slot}) + o{x.slot} + {row} * p.across{x.slot});"
+
+
+def _lane(x: Operand, beside: Beside, row: int, column: int) -> str:
+    """C++ of an element that :func:`_read` loaded."""
+    return f"x{x.slot}_{row}.lane[{column if beside.together else 0}]"
