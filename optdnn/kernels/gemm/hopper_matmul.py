@@ -31,7 +31,7 @@ from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap
-from optdnn.types import BF16, FP16, Array, Shape
+from optdnn.types import BF16, FP16, Array
 
 UNIT = 8
 """Elements in 16 bytes, which TMA addresses."""
@@ -44,8 +44,6 @@ NEARLY_EMPTY = 64
 TILE_S, LEAST_TILES = 3e-9, 1024
 """Seconds per 64 x 64 tile of tensor cores, on all multiprocessors, of products whose tiles are nearly empty, and fewest such tiles that are
 more than one wave."""
-REPEATED = 1 << 24
-"""Most elements of a repeated constant stack."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,9 @@ class HopperMatMul(hopper_launch.HopperTactic):
         matrix = b.graph.constant_value(op.inputs[0])
         if len(types[1].static_shape) == 2 and math.prod(stack) > 1:
             return "all products share one second matrix"
-        if _runs(stack, [types[1].static_shape[:-2], stack if matrix is not None else types[0].static_shape[:-2]]) > 2:
+        one = matrix is not None and _is_one(matrix)
+        if _runs(stack, [types[1].static_shape[:-2], stack if one else types[0].static_shape[:-2]]) > 2:
             return "its stacks are broadcast along several axes"
-        repeated = matrix is not None and not _is_one(matrix)
-        if repeated and (size := math.prod((*stack, *types[0].static_shape[-2:]))) > REPEATED:
-            return f"its constant matrices would have {size} elements, more than {REPEATED}"
         if op.attrs.prologue:
             return "it has a prologue"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
@@ -177,7 +173,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         shape = target.shape
         matrix = b.graph.constant_value(op.inputs[0])
         one = matrix is not None and _is_one(matrix)
-        given = [_repeated(b, op.inputs[0], (1,) * len(shape[:-2]) if one else shape[:-2])]
+        given = [_padded(b, op.inputs[0], len(shape))]
         given += [b.source(v) for v in (op.inputs[1], ep.residual) if v is not None]
         copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
         apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
@@ -187,7 +183,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         read = [x if fits else copy for x, fits, copy in zip(given, lying, copies, strict=True)]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         if len(dims) > 2:  # contiguous rows merge the stack into one axis
-            out, read, across = apart, [read[0] if one else copies[0], *copies[1:]], True
+            out, read, across = apart, [copies[0] if matrix is None else read[0], *copies[1:]], True
             dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
         (m, k), wide = read[0].shape[-2:], up(shape[-1], UNIT)
@@ -255,17 +251,16 @@ def _is_one(matrix: Array) -> bool:
     return math.prod(matrix.shape[:-2]) == 1
 
 
-def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
-    """The first factor. A constant is repeated along ``stack``, with rows that begin at whole lines of L2."""
+def _padded(b: Builder, value: Value | None, rank: int) -> TensorView:
+    """The first factor. A constant has ``rank`` axes, and rows that begin at whole lines of L2."""
     matrix = b.graph.constant_value(value)
     if matrix is None:
         return b.source(value)
-    rows, columns = matrix.shape[-2:]
-    shape = (*stack, rows, columns)
+    shape = (1,) * (rank - matrix.ndim) + matrix.shape
 
     def make() -> int:
-        made: Array = np.zeros((*stack, rows, up(columns, LINE)), matrix.dtype)
-        made[..., :columns] = matrix
+        made: Array = np.zeros((*shape[:-1], up(shape[-1], LINE)), matrix.dtype)
+        made[..., : shape[-1]] = matrix
         return b.constant(made, "left").buffer
 
     return unmade(matrix.dtype, shape, padded_rows(shape, unit=LINE), make)

@@ -80,6 +80,11 @@ def constant_left_of_more_axes(n: Net) -> Value:
     return n.op("MatMul", n.random(1, 1, 40, 36), n.input(3, 36, 64))
 
 
+def constant_left_stack(n: Net) -> Value:
+    """Maps of each head, for all sequences."""
+    return n.op("MatMul", n.random(1, 3, 40, 36), heads(n, n.input(4, 36, 3 * 64), 3))
+
+
 def shared_right(n: Net) -> Value:
     """The scores of relative positions (DeBERTa): all sequences share the keys of positions."""
     return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(1, 3, 64, 80, name="y"))
@@ -107,6 +112,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
         constant_left,
         constant_left_of_one,
         constant_left_of_more_axes,
+        constant_left_stack,
         shared_right,
         shared_left,
         shared_odd,
@@ -134,7 +140,10 @@ def test_products_of_computed_stacks(name: str) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one", "shared_right", "shared_left", "shared_odd"])
+@pytest.mark.parametrize(
+    "name",
+    ["constant_left", "constant_left_of_one", "constant_left_stack", "shared_right", "shared_left", "shared_odd"],
+)
 def test_shared_matrices_on_a_gpu(name: str) -> None:
     graph, program = program_of(name, target="cuda:sm_90a")
     assert products(program) == ["matmul_sm90"]
@@ -152,10 +161,10 @@ def test_other_kernels_run_the_problems_that_it_refuses() -> None:
     def broadcast(n: Net) -> Value:
         return n.op("MatMul", n.input(4, 1, 2, 20, 64), n.input(1, 3, 1, 64, 72, name="y"))
 
-    def large(n: Net) -> Value:
-        return n.op("MatMul", n.random(1, 2, 1024, 1024), n.input(9, 2, 1024, 8))
+    def constant(n: Net) -> Value:
+        return n.op("MatMul", n.random(1, 2, 1, 20, 64), n.input(4, 2, 3, 64, 72))
 
-    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (large, "fp16")):
+    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (constant, "fp16")):
         program = lowered(built(build), precision)
         assert products(program) == ["matmul_tiled"], precision
 
