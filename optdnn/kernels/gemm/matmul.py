@@ -121,9 +121,9 @@ def _kernel_for(b: Builder, p: Matrices, tf32: bool) -> tuple[Share | None, Tile
 def _finish(
     stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
     scale: float, scales: Mapping[int, float], to: str, total: str,
-) -> str:  # fmt: skip
-    """C++ that applies the stages to the sum ``total`` (of the type ``t``) and stores it ``to`` an lvalue. ``extra``: all operands
-    from 2 on."""
+) -> tuple[dict[str, tuple[str, str]], str]:  # fmt: skip
+    """C++ that applies the stages to the sum ``total`` (of the type ``t``) and stores it ``to`` an lvalue. First what it reads: name ->
+    (type, value). ``extra``: all operands from 2 on."""
     ty, wide = CPP[out.dtype], arithmetic(out.dtype)
     types: list[TensorType] = [TensorType(out.dtype, out.shape)]
     for a in range(1, max(extra, default=1) + 1):
@@ -131,21 +131,26 @@ def _finish(
         same = is_float(dtype) and is_float(out.dtype)
         types.append(TensorType(out.dtype if same else dtype, extra[a].shape if a in extra else ()))
     lines, value, _ = body(stages, types)
-    loads = []
+    loads = {}
     for a in used:
         factor = f"{literal(scales[a], wide)} * " if a in scales else ""
         read = f"widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]])"
-        loads.append(f"const {arithmetic(extra[a].dtype)} v{a} = {factor}{read};")
+        loads[f"v{a}"] = (arithmetic(extra[a].dtype), factor + read)
     scaled = f"{literal(scale, t)} * {total}" if scale != 1.0 else total
     start = f"const {wide} v0 = {wide}({scaled});"
-    return f"""{start} {" ".join(loads)} {" ".join(lines)}
-            {to} = narrow<{ty}>({value if stages else "v0"});"""
+    return (
+        loads,
+        f"""{start} {" ".join(lines)}
+            {to} = narrow<{ty}>({value if stages else "v0"});""",
+    )
 
 
 def _kernel(
-    p: Matrices, share: Share | None, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
-) -> str:
-    """The kernel's source. ``used``: the operands of the stages, as they are stored."""
+    p: Matrices, share: Share | None, tile: Tile | MatrixTile | None, finish: tuple[dict[str, tuple[str, str]], str],
+    used: Mapping[int, TensorView],
+) -> str:  # fmt: skip
+    """The kernel's source. ``finish``: of :func:`_finish`; ``used``: the operands of the stages, as they are stored."""
+    whole = " ".join([*(f"const {kind} {name} = {value};" for name, (kind, value) in finish[0].items()), finish[1]])
     down = p.result.strides[-2] == 1 and p.result.strides[-1] != 1
     t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
@@ -162,7 +167,7 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
     {share_text(share) if share else ""}
     {walk("q", "share / area" if share else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
     wait_for_predecessor();
-    {tiled(finish, tile, down=down) if tile else thin_text(t, p, share, finish) if share else _plain(t, finish)}
+    {tiled(*finish, tile, down=down) if tile else thin_text(t, p, share, whole) if share else _plain(t, whole)}
 }}
 """
 

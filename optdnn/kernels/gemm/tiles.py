@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView
@@ -136,10 +137,14 @@ def matrix_tile(
         _way(left, left.strides[-2], left.strides[-1], item),
         _way(right, right.strides[-1], right.strides[-2], item),
     )
-    for rows, columns in ((128, 128), (128, 64) if m > n else (64, 128)):
-        if -(-m // rows) * -(-n // columns) * count >= fitted(gpu).multiprocessors:
-            return MatrixTile(rows, columns, dtype, *ways)
-    return MatrixTile(64, 64, dtype, *ways)
+
+    def tiles(shape: tuple[int, int]) -> int:
+        return -(-m // shape[0]) * -(-n // shape[1]) * count
+
+    sizes = [(128, 128), *sorted([(64, 128), (128, 64)], reverse=m > n)]
+    enough = [shape for shape in sizes if tiles(shape) >= fitted(gpu).multiprocessors]
+    rows, columns = min(enough, key=lambda shape: tiles(shape) * math.prod(shape), default=(64, 64))
+    return MatrixTile(rows, columns, dtype, *ways)
 
 
 def _way(x: TensorView, line: int, place: int, item: int) -> Way:
@@ -190,13 +195,40 @@ def tile_of(
     return Tile(rows, columns, together, rows_together)
 
 
-def tiled(finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:
-    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`. ``finish``: C++ that stores the sum ``sum`` of ``row``
-    and ``column``. ``down``: neighboring rows of the result are neighbors in memory.
+AT_ONCE = 8
+"""Results of a thread for which it loads the operands of the stages together: no load passes a store, to which it could belong."""
+
+
+def tiled(loads: Mapping[str, tuple[str, str]], finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:
+    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`. ``loads``: name -> C++ type and value of what ``finish``
+    reads; ``finish``: C++ that stores the sum ``sum`` of ``row`` and ``column``. ``down``: neighboring rows of the result are neighbors
+    in memory.
 
     The sums go through shared memory, whose place the ring needs no more. So a loop of few instructions stores whole lines. The
     unrolled text for each sum of a thread was longer than the instruction cache, and took most of the time of short products."""
     pitch, (i, j) = tile.columns + STAGED_PAD, ("at % BM", "at / BM") if down else ("at / BN", "at % BN")
+    place = [
+        f"const int i = {i}, j = {j}, row = top + i, column = first + j;",
+        "if (row >= p.m || column >= p.n) continue;",
+    ]
+    total = f"const float sum = shared[i * {pitch} + j];"
+    count, step = tile.rows * tile.columns, tile.threads
+    if loads:
+        arrays = [f"{kind} {name}_of[{AT_ONCE}];" for name, (kind, _) in loads.items()]
+        ahead = [f"{name}_of[u] = {value};" for name, (_, value) in loads.items()]
+        taken = [f"const {kind} {name} = {name}_of[u];" for name, (kind, _) in loads.items()]
+        each = [
+            "#pragma unroll",
+            f"for (int u = 0; u < {AT_ONCE}; u++) {{",
+            f"const int at = start + u * {step};",
+            *place,
+        ]
+        loop = f"for (int start = threadIdx.x; start < {count}; start += {step * AT_ONCE}) {{"
+        body = [loop, *arrays, *each, *ahead, "}", *each, *taken, total, finish, "}", "}"]
+    else:
+        loop = f"for (int at = threadIdx.x; at < {count}; at += {step}) {{"
+        body = ["#pragma unroll 4", loop, *place, total, finish, "}"]
+    newline = "\n    "
     return f"""extern __shared__ __align__(128) float shared[];
     const int top = blockIdx.x * BM, first = blockIdx.y * BN;
     float acc[TM][TN];
@@ -208,10 +240,4 @@ def tiled(finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:
         #pragma unroll
         for (int j = 0; j < TN; j++) shared[(own_row() + row_of(i)) * {pitch} + own_column() + column_of(j)] = acc[i][j];
     __syncthreads();
-    #pragma unroll 4
-    for (int at = threadIdx.x; at < {tile.rows * tile.columns}; at += {tile.threads}) {{
-        const int i = {i}, j = {j}, row = top + i, column = first + j;
-        if (row >= p.m || column >= p.n) continue;
-        const float sum = shared[i * {pitch} + j];
-        {finish}
-    }}"""
+    {newline.join(body)}"""

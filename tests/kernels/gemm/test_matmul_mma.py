@@ -110,6 +110,26 @@ def test_how_operands_come_to_shared_memory(name: str) -> None:
     assert [int(x[1]) for x in found if x] == list(WAYS[name])
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [(196, 48, (128, 64)), (48, 196, (64, 128)), (256, 256, (128, 128)), (196, 72, (128, 128)), (72, 160, (64, 128))],
+)
+def test_tiles_have_few_empty_rows_and_columns(rows: int, columns: int, tile: tuple[int, int]) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(300, rows, 64, name="a"), n.input(300, 64, columns, name="b"))
+    text = kernel_of(lowered(n.done(y), "tf32", no_cubins=True)).generated["generated.cuh"]
+    assert [f"#define BM {tile[0]}" in text, f"#define BN {tile[1]}" in text] == [True, True]
+
+
+def test_operands_of_stages_are_loaded_before_results_are_stored() -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(8, 200, 64, name="a"), n.input(8, 64, 200, name="b"))
+    y = n.op("Mul", n.op("Add", y, n.input(8, 200, 200, name="c")), n.input(8, 200, 200, name="d"))
+    text = kernel_of(lowered(n.done(y), "tf32", no_cubins=True)).generated["generated.cuh"]
+    last = max(text.index("v2_of[u] = "), text.index("v3_of[u] = "))
+    assert last < text.index("p.y[")
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "precision"),
