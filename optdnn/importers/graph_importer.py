@@ -39,8 +39,8 @@ from optdnn.importers.refused_operators import why_unknown
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Consequence, NodesImporter, Place, Subgraph
 from optdnn.importers.tensors import sparse_to_array, to_array
-from optdnn.importers.unknown_ranks import unknown_rank
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.unknown_ranks import unknown_rank
 from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, Limit
 from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import FromOnnx, NodeSpec

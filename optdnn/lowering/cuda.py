@@ -38,7 +38,7 @@ from optdnn.lowering.megakernels import with_megakernels
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
-from optdnn.lowering.steps import plain_shape
+from optdnn.lowering.steps import port_spec
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.cuda.launches.plan import parse
@@ -296,10 +296,7 @@ def _ports(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorS
         value, t = op.inputs[0], op.outputs[0].type
         assert value is not None
         if not graph.type(value).is_static:  # the host computes it
-            sizes = plain_shape(t)
-            if sizes is None:
-                raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
-            outputs.append((TensorSpec(op.outputs[0].name, t.dtype, sizes), -1))
+            outputs.append((port_spec(graph, i), -1))
             continue
         shape = graph.type(value).static_shape
         placed = b.new(op.outputs[0].name, t.dtype, shape)

@@ -18,6 +18,7 @@ from optdnn.errors import UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel
 from optdnn.ir.extract import Region
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.unknown_ranks import unknown_rank
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.program import Buffer, Program, Step
@@ -98,9 +99,9 @@ class Lowering:
         return Program(
             target=self.target,
             precision=self.precision,
-            inputs=tuple((port_spec(self.graph.op(i)), self.buffer(self.graph.op(i).value)) for i in self.graph.inputs),
+            inputs=tuple((port_spec(self.graph, i), self.buffer(self.graph.op(i).value)) for i in self.graph.inputs),
             outputs=tuple(
-                (port_spec(self.graph.op(i)), self.buffer(_source(self.graph.op(i)))) for i in self.graph.outputs
+                (port_spec(self.graph, i), self.buffer(_source(self.graph.op(i)))) for i in self.graph.outputs
             ),
             buffers=tuple(self.buffers),
             steps=tuple(self.steps),
@@ -126,13 +127,15 @@ def _source(op: Op) -> Value:
     return value
 
 
-def port_spec(op: Op) -> TensorSpec:
-    """The program's description of an input or output. Raises UnsupportedError if its rank is unknown."""
-    t = op.outputs[0].type
-    shape = plain_shape(t)
+def port_spec(graph: Graph, port: int) -> TensorSpec:
+    """The program's description of an input or output, the operator ``port``. Raises UnsupportedError if its rank is unknown."""
+    op = graph.op(port)
+    out = op.outputs[0]
+    shape = plain_shape(out.type)
     if shape is None:
-        raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
-    return TensorSpec(op.outputs[0].name, t.dtype, shape)
+        why = unknown_rank(graph, op.inputs)
+        raise UnsupportedError(f"output {out.name!r} has an unknown rank" + (f": {why}" if why else ""))
+    return TensorSpec(out.name, out.type.dtype, shape)
 
 
 def plain_shape(t: TensorType) -> tuple[int | str, ...] | None:

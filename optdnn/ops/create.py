@@ -120,9 +120,10 @@ def _import_dropout(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         dropped = None if ratio is None else e.value(ratio)
         never = dropped is not None and dropped.size == 1 and float(dropped.reshape(-1)[0]) == 0.0
         if not never and (mode is None or bool(np.any(mode))):
+            fix = "" if mode is not None else " (--value NAME=... or values={...} fixes the input that decides it)"
             raise Unsupported(
-                "training_mode must be a constant false; a build with --random-seed N (random_seed=N) drops elements where it is "
-                "true, except in loops"
+                f"training_mode must be a constant false{fix}; a build with --random-seed N (random_seed=N) drops elements where "
+                "it is true, except in loops"
             )
     (y,) = e.op("Identity", [x])
     if len(node.outputs) < 2 or not node.outputs[1]:

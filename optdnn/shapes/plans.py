@@ -18,9 +18,9 @@ import numpy as np
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import BuildOptions, Progress
 from optdnn.custom import PREFIX, known
-from optdnn.dim import Dim, DimLike, evaluate
+from optdnn.dim import DimLike, evaluate
 from optdnn.dim_text import lone
-from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.errors import EngineError, OptdnnError, ShapeError, UsageError
 from optdnn.importers.model import Model, Source
 from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.importers.values import with_values
@@ -30,6 +30,7 @@ from optdnn.lowering.choose import Selection
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.sites import Visit, no_visit
+from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
@@ -38,7 +39,7 @@ from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.file.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
-from optdnn.runtime.program import ByValue, Dynamic, Program
+from optdnn.runtime.program import ByValue, Dynamic, Program, agree
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.shapes.plan_base import Base, Blobs, Common, plans_of
 from optdnn.shapes.plan_sizes import working
@@ -128,15 +129,28 @@ def plan_profiles(
     main, *others = plans.values()
     dynamic = Dynamic(
         tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
-        tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.outputs, main.outputs, strict=True)),
+        tuple(_output_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.outputs, main.outputs, strict=True)),
         tuple(others),
         _held_source(options, data, weights, blobs),
         arena,
     )
+    _check_ranks(dynamic.outputs, plans)
     for plan in plans.values():
         plan.blobs = blobs.arrays
     assert first is not None
     return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first, first_runs)
+
+
+def _check_ranks(outputs: Sequence[TensorSpec], plans: Mapping[tuple[Any, ...], Program]) -> None:
+    """Raise ShapeError if the plans give an output different ranks."""
+    first = _show(dict(next(iter(plans))))
+    for shapes, plan in plans.items():
+        for spec, (own, _) in zip(outputs, plan.outputs, strict=True):
+            if len(own.shape) != len(spec.shape):
+                raise ShapeError(
+                    f"output {spec.name!r} has {len(spec.shape)} axes for {first}, but {len(own.shape)} for {_show(dict(shapes))}",
+                    hint="build an engine for each of these profiles",
+                )
 
 
 def _held_source(options: BuildOptions, data: bytes, weights: Mapping[str, Array], blobs: Blobs) -> HeldSource | None:
@@ -359,7 +373,17 @@ def _show(shapes: Mapping[str, Sequence[int]]) -> str:
 
 def _spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:
     """The symbolic shape of an input or output, with the element type that the plan gives it."""
-    shape = graph.op(port).outputs[0].type.shape
-    if shape is None:
-        return TensorSpec(planned.name, planned.dtype, tuple(f"{planned.name}.{i}" for i in range(len(planned.shape))))
-    return TensorSpec(planned.name, planned.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in shape))
+    shape = plain_shape(graph.op(port).outputs[0].type)
+    return _free(planned) if shape is None else replace(planned, shape=shape)
+
+
+def _output_spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:
+    """Like :func:`_spec`. The plan is right where the model declares a shape that its nodes do not compute, as exporters do for an
+    If that removes an axis only if its size is 1."""
+    spec = _spec(graph, port, planned)
+    return spec if agree(planned.shape, spec.shape) else _free(planned)
+
+
+def _free(spec: TensorSpec) -> TensorSpec:
+    """The spec with a new symbol for each dimension."""
+    return replace(spec, shape=tuple(f"{spec.name}.{i}" for i in range(len(spec.shape))))

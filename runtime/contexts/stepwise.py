@@ -368,7 +368,8 @@ class Context(HostContext):
             f"{self._expected[i]}",
             hint="the custom operator's infer and reference disagree"
             if own
-            else "build the engine again; if that does not help, this is a defect of optdnn",
+            else "the model may declare another shape than its nodes compute for such inputs; if it does not, build the engine "
+            "again, and if that does not help, this is a defect of optdnn",
         )
 
     def _settle(self, action: Action, results: Sequence[Array]) -> list[Array]:

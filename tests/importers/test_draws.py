@@ -79,9 +79,13 @@ def test_dropout_of_half_the_elements_is_the_default() -> None:
 
 
 def test_dropout_in_training_mode_is_refused_without_a_seed_and_in_loops() -> None:
-    because = r"training_mode must be a constant false; a build with --random-seed N .* except in loops"
-    with pytest.raises(UnsupportedError, match=because):
+    because = r"training_mode must be a constant false.*; a build with --random-seed N .* except in loops"
+    with pytest.raises(UnsupportedError, match=because) as caught:
         optdnn.build(model(DROPOUT), target="reference")
+    assert "--value NAME=... or values={...} fixes the input that decides it" in str(caught.value)
+    optdnn.build(model(DROPOUT), target="reference", values={"t": np.array(False)})
+    with pytest.raises(UnsupportedError, match=r"must be a constant false; a build"):
+        optdnn.build(model(DROPOUT), target="reference", values={"t": np.array(True)})
     text = LOOP.replace("r = RandomNormalLike(v)", "r = Dropout(v, , d)")
     with pytest.raises(UnsupportedError, match=because):
         optdnn.build(model(text), target="reference", random_seed=1)

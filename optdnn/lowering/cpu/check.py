@@ -84,8 +84,8 @@ def quantizes(graph: Graph) -> bool:
 
 def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
     """The NumPy results of ``graph`` with each float of the inputs changed by ``nudge`` of itself, up or down. If the graph ranks
-    values, also the results with the ranked values changed. If no input is a float (tokens), also the results with each float
-    operand of each operator changed."""
+    values, also the results with the ranked values changed. If no input is a float (tokens), also the results with the
+    operands of all operators changed."""
     nudged = _nudger(nudge, 0)
 
     def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
@@ -100,9 +100,10 @@ def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> li
 
 
 def _nudged_everywhere(graph: Graph, feeds: Mapping[str, Array], nudge: float, seed: int) -> dict[str, Array]:
-    """The results with each float operand of each operator changed by ``nudge`` of itself, up or down."""
+    """The results with each float operand that holds data changed by ``nudge`` of itself, up or down. Other operands stay: a
+    scale of Resize that is a little smaller gives a smaller image."""
     nudged = _nudger(nudge, seed)
-    return evaluate(graph, feeds, lambda _, operands: _each(nudged, operands))
+    return evaluate(graph, feeds, lambda _, operands: _each(lambda x: nudged(x) if _is_data(x) else x, operands))
 
 
 def _each(change: Callable[[Array], Array], operands: list[Array | None]) -> list[Array | None]:

@@ -303,7 +303,7 @@ class Contender:
             tuple((graph.output(v).name, graph.type(v).dtype, plain_shape(graph.type(v))) for v in values)
             for values in (region.inputs, region.outputs)
         )
-        symbols = symbols_of([port_spec(graph.op(i)) for i in graph.inputs], graph.profiles)
+        symbols = symbols_of([port_spec(graph, i) for i in graph.inputs], graph.profiles)
         part = LibraryPart(library.name, model.to_bytes(), model.weights, read, made, symbols)
         try:
             nodes = refused_nodes(part)

@@ -312,3 +312,22 @@ def test_a_ranking_of_roundoff_on_inputs_of_zeros_is_noted(spoil: float) -> None
     wrong, doubts = judge_spoiled(graph, lambda _, __: {"y": other["y"] * np.float32(spoil)}, feeds)
     assert "no made-up input can judge it" in doubts["fake/1t"] if spoil == 1 else "differs" in wrong["fake/1t"]
     assert not (wrong if spoil == 1 else doubts)
+
+
+def resized(order: int) -> Graph:
+    """Like :func:`canceled`. The selected rows are an image, which is resized to twice its width and added to another one."""
+    graph = canceled(order)
+    rows = graph.op(graph.outputs[0]).inputs[0]
+    assert rows is not None
+    scales = graph.add_constant(np.array([1, 1, 2], np.float32))
+    larger = graph.add("Resize", [rows, None, scales], OPDEFS["Resize"].attrs(mode="nearest")).value
+    graph.add_output(graph.add("Add", [larger, graph.add_constant(np.ones(6, np.float32))]).value, "larger")
+    return graph
+
+
+def test_roundoff_does_not_change_the_scales_of_a_resize() -> None:
+    graph = resized(1)
+    other = evaluate(resized(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
+    wrong, doubts = judge_spoiled(graph, lambda _, __: other, feeds)
+    assert "no made-up input can judge it" in doubts["fake/1t"]
+    assert not wrong

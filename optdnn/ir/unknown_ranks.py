@@ -15,8 +15,8 @@ def unknown_rank(graph: Graph, operands: Iterable[Any]) -> str | None:
         if op.kind == "If" and op.outputs[port].type.shape is None:
             types = " and ".join(str(body.outputs[port]) for body in (op.attrs.then_branch, op.attrs.else_branch))
             return (
-                f"the branches of {op.name} (If) give {types}: make them tensors of one rank, or give the input that decides a "
-                "value (--value NAME=1, or values={...})"
+                f"the branches of {op.name} (If) give {types}: make them tensors of one rank, or fix what decides: a size "
+                "(--shape), or the value of an input (--value NAME=1, or values={...})"
             )
     return None
 
