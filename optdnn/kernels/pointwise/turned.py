@@ -118,20 +118,19 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
     beside = 1 if limit or columns == 1 else math.gcd(tiles, max(1, WARP * row // LINE))
     near = max(n for n in range(1, WARP // beside + 1) if columns % n == 0)
     near = near if near * row >= LINE else columns
-    rows = (tiles // beside, wide * beside, wide * beside * to[along])
     walks = list(zip(of, to, *beside_them, strict=True))  # the strides of each dimension
 
-    def part(size: int, k: int, step: int) -> tuple[tuple[int, ...], ...]:
-        return ((size,), tuple(step * stride for stride in walks[k]))
+    def part(size: int, k: int, step: int) -> tuple[int, tuple[int, ...]]:
+        return size, tuple(step * stride for stride in walks[k])
 
     rows = part(tiles // beside, along, wide * beside)
     order = [part(dims[k], k, 1) for k in range(last) if k != along]
     order += [part(columns // near, last, high * near), rows, part(near, last, high), part(beside, along, wide)]
-    kept = [o for o in order if o[0][0] > 1] or [((1,), (0,) * len(walks[0]))]
+    kept = [o for o in order if o[0] > 1] or [(1, (0,) * len(walks[0]))]
     reads, writes, *more = zip(*(strides for _, strides in kept), strict=True)
     at = kept.index(rows) if tiles > 1 and limit else -1
     besides = tuple(Beside(own, s[along], s[last] == 1) for own, s in zip(more, beside_them, strict=True))
-    return Turn(tuple(size for (size,), _ in kept), reads, writes, wide, high, of[last], to[along], limit, at, besides)
+    return Turn(tuple(n for n, _ in kept), reads, writes, wide, high, of[last], to[along], limit, at, besides)
 
 
 def _has_padding(size: int, wide: int, x: TensorView, others: Sequence[int]) -> bool:
