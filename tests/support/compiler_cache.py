@@ -38,10 +38,15 @@ def cached(name: str, make: Callable[[], bytes]) -> Path:
     return path
 
 
+def log(recipe: nvrtc.Recipe) -> str:
+    """NVRTC's log of a compilation, with ptxas's report."""
+    path = cached(f"{recipe.key()}.log", lambda: nvrtc.compile_recipe(recipe, resources=True)[1].encode())
+    return path.read_text(encoding="utf-8")
+
+
 def resources(recipe: nvrtc.Recipe) -> dict[str, nvrtc.Resources]:
-    """:func:`nvrtc.resources`, with the compiler's log from the cache."""
-    log = cached(f"{recipe.key()}.log", lambda: nvrtc.compile_recipe(recipe, resources=True)[1].encode())
-    return nvrtc.reported(recipe, log.read_text(encoding="utf-8"))
+    """:func:`nvrtc.resources`, with the log from the cache."""
+    return nvrtc.reported(recipe, log(recipe))
 
 
 @functools.cache
