@@ -126,6 +126,7 @@ def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
     assert compare(case, got, data.expected) == ""
 
 
+@pytest.mark.slow
 def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated.change_source(monkeypatch, "conv_sm80.cu", "(row & 6) << 1 | (row & 8) >> 2", "row & 14")
     with pytest.raises(AssertionError, match="differ"):
