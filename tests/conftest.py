@@ -21,7 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would e
 gc.disable()  # until all tests are collected: garbage collection over many thousands of objects would find nothing
 
 from support.cli import Cli, Result  # noqa: E402
-from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
+from support.needs import is_for_gpus, needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
 from support.sampled import sample  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
@@ -33,14 +33,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
     """No items for a function that is marked ``gpu`` where there is none: its cases would take a fifth of the collection."""
     if not isinstance(obj, FunctionType) or not _left_out(collector.config.option.markexpr):
         return None
-    marks = {mark.name for node in (obj, collector.obj) for mark in _marks(node)}  # type: ignore[attr-defined]
-    return [] if marks & {"gpu", "hopper"} else None
-
-
-def _marks(node: object) -> list[pytest.Mark]:
-    """The marks of a function, or of all functions of a module."""
-    found = getattr(node, "pytestmark", [])
-    return [getattr(mark, "mark", mark) for mark in (found if isinstance(found, list) else [found])]
+    return [] if is_for_gpus(obj, collector.obj) else None  # type: ignore[attr-defined]
 
 
 _left_out = cache(without_gpu)
