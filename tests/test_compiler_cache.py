@@ -86,5 +86,10 @@ def test_the_report_on_a_kernel_is_the_compilers(folder: Path, monkeypatch: pyte
     recipe = nvrtc.Recipe("k.cu", "sm_90a", {"k.cu": 'extern "C" __global__ void k(int* x) { *x = 1; }'})
     found = compiler_cache.resources(recipe)
     assert found == nvrtc.reported(recipe, nvrtc.compile_recipe(recipe, resources=True)[1])
+    compiled = nvrtc.compile_recipe
     monkeypatch.setattr(nvrtc, "compile_recipe", lambda *arguments, **more: pytest.fail("compiled again"))
     assert compiler_cache.resources(recipe) == found
+    monkeypatch.setattr(compiler_cache, "_nvrtc_build", lambda: "another")
+    monkeypatch.setattr(nvrtc, "compile_recipe", compiled)
+    assert compiler_cache.resources(recipe) == found
+    assert len(list(folder.iterdir())) == 2, "another compiler may report something else"

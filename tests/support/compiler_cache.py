@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 from optdnn.runtime.cuda.compile import nvrtc
@@ -40,13 +41,24 @@ def cached(name: str, make: Callable[[], bytes]) -> Path:
 
 def log(recipe: nvrtc.Recipe) -> str:
     """NVRTC's log of a compilation, with ptxas's report."""
-    path = cached(f"{recipe.key()}.log", lambda: nvrtc.compile_recipe(recipe, resources=True)[1].encode())
+    name = f"{recipe.digest('log', _nvrtc_build())}.log"
+    path = cached(name, lambda: nvrtc.compile_recipe(recipe, resources=True)[1].encode())
     return path.read_text(encoding="utf-8")
 
 
 def resources(recipe: nvrtc.Recipe) -> dict[str, nvrtc.Resources]:
     """:func:`nvrtc.resources`, with the log from the cache."""
     return nvrtc.reported(recipe, log(recipe))
+
+
+@functools.cache
+def _nvrtc_build() -> str:
+    """NVRTC's version, and that of its wheel if there is one: a patch may allocate registers otherwise."""
+    try:
+        wheel = metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        wheel = ""
+    return f"{nvrtc.version()} {wheel}"
 
 
 @functools.cache
