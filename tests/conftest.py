@@ -6,7 +6,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,11 +21,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would e
 gc.disable()  # until all tests are collected: garbage collection over many thousands of objects would find nothing
 
 from support.cli import Cli, Result  # noqa: E402
-from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
+from support.needs import is_for_gpus, needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
 from support.sampled import sample  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """No items for a function that is marked ``gpu`` where there is none: its cases would take a fifth of the collection."""
+    if not isinstance(obj, FunctionType) or not _left_out(collector.config.option.markexpr):
+        return None
+    return [] if is_for_gpus(obj, collector.obj) else None  # type: ignore[attr-defined]
+
+
+_left_out = cache(without_gpu)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,6 +114,18 @@ def short_turns() -> Iterator[None]:
         patch.setattr(base, "TURN_SECONDS", 0.004)
         patch.setattr(base, "REST_SECONDS", 0.0)
         patch.setattr(cpu_target, "TURN_SECONDS", 0.004)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reports_of_compilers(short_turns: None) -> Iterator[None]:
+    """NVRTC's reports on kernels that have not changed are those of earlier runs on this machine."""
+    from support import compiler_cache
+
+    from optdnn.runtime.cuda.compile import nvrtc
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "resources", compiler_cache.resources)
         yield
 
 

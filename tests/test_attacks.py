@@ -175,6 +175,7 @@ def test_large_numbers_are_no_long_loops(name: str) -> None:
         import_model(make())
 
 
+@pytest.mark.slow
 def test_many_sizes_that_are_not_known() -> None:
     """The search for the name of a new symbol does not start from the first one each time."""
     ports = [helper.make_tensor_value_info("x", F, ["n"]), helper.make_tensor_value_info("c", BOOL, ["n"])]

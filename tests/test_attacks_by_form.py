@@ -165,6 +165,7 @@ def test_a_status_line_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- what a build wrote into an engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["simulate", "cpu"])
 def test_malformed_accounts_are_reported_or_refused(target: str, tmp_path: Path, cli: Cli) -> None:
     """Seeded changes of ``meta``: every error of a command is one of ours."""

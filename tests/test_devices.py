@@ -30,6 +30,7 @@ def wide(rows: int, world: int = 2, **options: Any) -> tuple[str, str]:
     return chosen_split(graph, replace(OPTIONS, devices=world, **options), GPU)
 
 
+@pytest.mark.slow
 def test_many_rows_are_split_by_the_batch_and_few_by_weights() -> None:
     """For many rows, the sums take longer than the weights that each GPU reads; for few rows, the weights take longer."""
     assert wide(16384)[0] == "batch"
@@ -38,6 +39,7 @@ def test_many_rows_are_split_by_the_batch_and_few_by_weights() -> None:
     assert re.fullmatch(r"predicted: batch [\d.]+ ms, weights [\d.]+ ms", why)
 
 
+@pytest.mark.slow
 def test_the_only_split_that_there_is() -> None:
     assert wide(3) == ("weights", "split by batch, " + wide(3)[1].partition(", ")[2])
     assert "3 rows of the batch do not divide into 2 equal parts" in wide(3)[1]

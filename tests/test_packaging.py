@@ -79,6 +79,7 @@ def test_libraries_of_others_are_installed_with_their_licenses() -> None:
     assert {"dagre.min.js", "dagre.min.js.LEGAL.txt", "README.md"} == vendored
 
 
+@pytest.mark.slow
 def test_python_started_in_the_clones_root_finds_all_of_it() -> None:
     if not (ROOT / "passes").is_dir():
         pytest.skip("an installed copy has no clone")

@@ -12,6 +12,7 @@ from benchmarks import decoders
 from benchmarks.workloads import group, parse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_token_beside_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = decoders.Decoder(128, 256, 4, 2, 32, 1, 128, 16, 5)

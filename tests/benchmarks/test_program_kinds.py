@@ -25,7 +25,7 @@ FAST = "lstm:1 fp16 sm_90a"
 COVERING = (
     *("resnet18:1 int8 sm_90a", "resnet18:32 fp16 sm_90a", "resnet18:1..4..8 fp16 sm_90a"),
     *("mobilenet_v2:1 fp16 sm_90a", "mobilenet_v2:1 fp32 sm_90a", "mobilenet_v2:1 int8 sm_90a"),
-    *("bert_base:1 fp32 sm_90a", "bert_base:1 int8 sm_80", "vit_b_16:1 fp16 sm_90a", "vit_b_16:1 fp16 sm_89"),
+    *("bert_base:1 int8 sm_80", "vit_b_16:1 fp16 sm_90a", "vit_b_16:1 fp16 sm_89"),
     *("densenet121:1 int8 sm_90a", "efficientnet_b0:1 int8 sm_90a", "yolox_s:1 fp16 sm_90a"),
     *(FAST, "lstm:1 fp32 sm_90a"),
 )

@@ -95,6 +95,7 @@ def test_a_refit_without_data_uses_the_ranges_of_the_build() -> None:
     assert [bytes(part) for part in encode(engine.program)] == before
 
 
+@pytest.mark.slow
 def test_a_look_inside_needs_the_data_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, engine, data = (str(tmp_path / name) for name in ("m.onnx", "e", "data.npz"))
     onnx.save(large(), model)

@@ -49,6 +49,7 @@ def build(cli: Cli, model: Path, calib: Path, out: Path, *more: object) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_build_shows_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
     out, report = tmp_path / "net.engine", tmp_path / "how.html"
@@ -131,6 +132,7 @@ def test_a_metric_that_raises_leaves_nothing_behind(
     assert not (tmp_path / "e").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_bound_that_cannot_be_met_names_the_closest_plan_and_writes_nothing(
     cli: Cli, model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

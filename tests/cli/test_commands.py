@@ -323,6 +323,7 @@ def program(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_as_a_program(model: Path, engine: Path, tmp_path: Path) -> None:
     done = program("build", model, "-o", tmp_path / "e", "--target", "reference")
     assert (done.returncode, done.stderr) == (0, "")

@@ -65,6 +65,7 @@ def test_compare_as_a_table_and_as_files(cli: Cli, model: Path, tmp_path: Path) 
     assert "| optdnn |" in files["markdown"].read_text()
 
 
+@pytest.mark.slow
 def test_compare_engines_without_their_model(cli: Cli, engine: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.engine"
     other.write_bytes(engine.read_bytes())
@@ -97,6 +98,7 @@ def test_engines_of_two_networks_are_not_raced(cli: Cli, engine: Path, tmp_path:
         assert {theirs, own} <= set(err.replace(",", " ").split())
 
 
+@pytest.mark.slow
 def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, tmp_path: Path) -> None:
     argv = ["compare", engine, "--against", "reference", "--rounds", 3, "--duration", 0.03, "--threads", 1]
     code, out, _ = cli(*argv, "--model", model, "--bisect", "--json", "-", "--size", "N=2")
@@ -149,6 +151,7 @@ def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: py
         assert "pip install 'optdnn[cpu]'" in err
 
 
+@pytest.mark.slow
 @libraries
 def test_by_default_the_installed_libraries_are_compared(
     cli: Cli, model: Path, raced: Facts, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +200,7 @@ def test_compare_given_inputs(cli: Cli, model: Path, raced: Facts, tmp_path: Pat
     assert "axis 2 is 9 instead of 8" in err
 
 
+@pytest.mark.slow
 def test_a_rival_that_fails_is_a_row(cli: Cli, model: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.engine"
     bad.write_bytes(b"not an engine at all")

@@ -30,6 +30,7 @@ def names(report: dict[str, list[dict[str, object]]], table: str) -> set[object]
     return {row["name"] for row in report.get(table, [])}
 
 
+@pytest.mark.slow
 def test_two_engines(cli: Cli, folder: Path) -> None:
     found = strict(cli("diff", folder / "a.engine", folder / "b.engine", "--json", "--duration", "0.1").out)
     tables = found["tables"]

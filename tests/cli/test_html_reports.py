@@ -34,6 +34,7 @@ def sections(page: Path) -> list[str]:
     return re.findall(r'<section id="(\w+)">', page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_build_writes_its_report(cli: Cli, folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     done = cli("build", folder / "net.onnx", "--target", "simulate", "-o", tmp_path / "n.engine", "--html", page)
@@ -67,6 +68,7 @@ def test_bench_times_the_steps_for_its_report(cli: Cli, folder: Path, tmp_path: 
     assert "optdnn bench" in page.read_text()
 
 
+@pytest.mark.slow
 def test_compare_draws_the_subject_with_errors(cli: Cli, folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     race = ("--against", "reference", "--duration", "0.05", "--rounds", 2, "--layers", "--html", page)

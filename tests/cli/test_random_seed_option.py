@@ -53,6 +53,7 @@ def test_other_libraries_run_the_same_draws(cli: Cli, noisy: Path, built: Path) 
         assert all(row["max_rel_err"] < 1e-6 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_an_engine_looks_inside_with_its_draws(cli: Cli, noisy: Path, built: Path) -> None:
     argv = ("compare", built, "--model", noisy, "--against", "reference", "--rounds", 3, "--duration", 0.06, "--layers")
     code, out, _ = cli(*argv, "--max-error", "1e-4", "--bisect")

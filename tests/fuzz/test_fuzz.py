@@ -56,6 +56,7 @@ def test_some_inputs_of_each_target(name: str) -> None:
 # ---------------------------------------------------------------- what mutations reach
 
 
+@pytest.mark.slow
 def test_mutated_engines_have_right_digests_and_are_read_to_their_end() -> None:
     tried, met = target("engine"), Counter[str]()
     for number in range(1 << 40, (1 << 40) + 400):
@@ -117,6 +118,7 @@ def test_other_exceptions_are_kept_once_for_each_place(tmp_path: Path, capsys: p
     assert str(result).endswith("2 faults")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_a_fault_and_the_others_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
     assert again == [expected(form, p + f + m, 3) for p, f, m in zip(PROMPTS, found, MORE, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "simulate", CUDA])
 def test_a_stream_that_is_left_early(target: str) -> None:
     generator = optdnn.Generator(engine("llama", target))
@@ -100,6 +101,7 @@ def test_a_stream_that_is_left_early(target: str) -> None:
     assert generator.generate(PROMPTS[0], max_new_tokens=8, extend=True) == whole, "nothing was held"
 
 
+@pytest.mark.slow
 def test_fewer_prompts_than_the_engine_takes() -> None:
     generator = optdnn.Generator(engine("lengths", "simulate", batch=3))
     assert generator.generate(PROMPTS[:2], max_new_tokens=3) == [expected("llama", p, 3) for p in PROMPTS[:2]]
@@ -171,6 +173,7 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
     assert generator.generate(full, max_new_tokens=1) == expected("llama", full, 1), "the last position is used"
 
 
+@pytest.mark.slow
 def test_padding_without_room_is_refused_before_anything_is_written() -> None:
     """The longest sequence is full before the prompt of another one has been read."""
     generator = optdnn.Generator(engine("llama", "simulate", batch=3))
@@ -372,6 +375,7 @@ def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_engines_of_several_devices_keep_the_caches() -> None:
     found = []
     for devices in (1, 2):

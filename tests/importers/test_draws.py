@@ -154,6 +154,7 @@ def test_seeds_that_are_none(seed: Any, message: str) -> None:
 # ---------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.slow
 def test_targets_draw_the_same_bits() -> None:
     x = feed()
     made: dict[str, Any] = {}

@@ -279,6 +279,7 @@ def test_reading_files(tmp_path):
         import_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_truncated_and_corrupt_files_name_the_file(tmp_path):
     m = model(
         """g (float[2, 3] x) => (float[2, 3] y) <float[3] w = {1, 2, 3}>

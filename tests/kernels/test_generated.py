@@ -55,6 +55,7 @@ def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(family), precision, tmp_path, opt_level=2)
 
 
+@pytest.mark.slow
 def test_blocks_share_long_lines_of_running_sums() -> None:
     for sizes, blocks in (((2, 1024, 9), True), ((2, 1000, 9), False), ((600, 1024, 1), False)):
         n = Net()

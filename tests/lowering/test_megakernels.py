@@ -63,6 +63,7 @@ def parts(program: Program) -> list[int]:
 # ---------------------------------------------------------------- a decoder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
     program = built()
@@ -97,6 +98,7 @@ def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(
     assert sorted(s.src for s in run.steps) == sorted(s.src for s in apart.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_program_with_jobs_does_not_change_again() -> None:
     program = built()
@@ -105,6 +107,7 @@ def test_a_program_with_jobs_does_not_change_again() -> None:
     assert moved == {k: k for k in range(len(program.steps))}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_rows_come_from_the_jobs_that_compute_them() -> None:
     """The operand x of a job is the packets of the job before it. The first job reads results of earlier launches."""
@@ -121,6 +124,7 @@ def test_rows_come_from_the_jobs_that_compute_them() -> None:
     assert struct.unpack_from("<2i", down.parameters, 8) == (4, 1), "its number, and one job"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_windows_softcaps_and_interleaved_pairs_stay_with_their_attention() -> None:
     grouped = {"local_window_size": 7, "softcap": 10.0, "rotary_interleaved": 1}
@@ -135,6 +139,7 @@ def test_windows_softcaps_and_interleaved_pairs_stay_with_their_attention() -> N
     assert scales == pytest.approx([np.log2(np.e) / 8, 2 * np.log2(np.e) / 80, 10 * np.log2(np.e)])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_sinks_are_operands_of_their_attention() -> None:
     """They follow the scales, and such jobs have 16 bytes more. Other megakernels do not know of them."""
@@ -169,6 +174,7 @@ def test_the_kernel_with_sinks_has_the_layout_of_its_jobs() -> None:
     check_spills(nvrtc.Recipe("check.cu", kernel.arch, generated, kernel.options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_results_of_a_run_share_no_memory() -> None:
     """A fast block may write a result while a slow one still reads for an earlier job."""
@@ -185,6 +191,7 @@ def test_results_of_a_run_share_no_memory() -> None:
     assert all(a[1] <= b[0] for a, b in pairwise(ordered))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_retained_buffer_is_of_one_run() -> None:
     program = built()
@@ -353,6 +360,7 @@ def test_launches_that_can_be_jobs() -> None:
     assert (kinds.number(PRODUCT), kinds.number(ATTENTION)) == (0, 6)
 
 
+@pytest.mark.slow
 def test_launches_that_are_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
     program = built(streams=1)

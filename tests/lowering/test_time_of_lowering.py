@@ -44,11 +44,13 @@ def residual(steps: int) -> Graph:
     return n.done(x)
 
 
+@pytest.mark.slow
 def test_steps_with_a_shortcut() -> None:
     graphs = {k: residual(k) for k in (24, 120)}
     assert_linear({k: partial(lowered, graph) for k, graph in graphs.items()}, GROWTH)
 
 
+@pytest.mark.slow
 def test_twins_of_norms_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each norm of the inputs may share a launch with another one. The others are not searched again for each of them."""
     steps, visits, takes = 60, 0, short_rows._takes_part

@@ -173,6 +173,7 @@ def test_accuracy_of_the_trained_transformer(tmp_path: Path) -> None:
     assert "PackedMatMul" not in side.graph.kinds()
 
 
+@pytest.mark.slow
 def test_data_go_with_fixed_sizes() -> None:
     data = {"x": trained.calibration("digits_transformer")}
     with pytest.raises(UsageError, match="need fixed shapes"):

@@ -91,6 +91,7 @@ def test_mobile_network_has_the_ranges_that_make_it_hard() -> None:
     assert min(ratios) > 100
 
 
+@pytest.mark.slow
 def test_split_is_scikit_learns_and_calibration_is_not_held_out() -> None:
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
     digits = datasets.load_digits()

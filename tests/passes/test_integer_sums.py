@@ -94,6 +94,7 @@ def test_they_are_scaled_in_fp32_and_stored_in_fp16() -> None:
     assert any("leave fp16's range" in r.reason for r in report.refused)
 
 
+@pytest.mark.slow
 def test_a_long_sum_is_right() -> None:
     """Sums of 2048 products; fp16 would overflow after three. The trial run skips networks of this size."""
     rng = np.random.default_rng(0)

@@ -131,6 +131,7 @@ def test_a_state_that_another_state_becomes() -> None:
     assert not after.of_kind("Scan")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_kernel_exchanges_states_at_once(tmp_path: Path) -> None:
     compare_graph(delayed(), "fp32", tmp_path)

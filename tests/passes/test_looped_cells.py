@@ -140,6 +140,7 @@ def test_backward(kind: str) -> None:
     assert after.of_kind(kind)[0].attrs.direction == "reverse"
 
 
+@pytest.mark.slow
 def test_layers_of_one_loop_and_operators_around_them() -> None:
     """A projection before the first layer, and a classifier of the second one, which are computed for all steps at once."""
     around = {
@@ -168,6 +169,7 @@ def test_gates_of_each_step(kind: str, more: list[str]) -> None:
     assert after.kinds()[kind] == 1
 
 
+@pytest.mark.slow
 def test_a_state_of_another_form_stays_in_a_loop() -> None:
     after, _ = check_pass(LoopedCells(), net("LSTM", largest=True, more=["u1"]), changes=1, context=GPU)
     (scan,) = after.of_kind("Scan")

@@ -164,6 +164,7 @@ def test_selected_features() -> None:
     check_untouched(PASS, n.done(forest(n, x)))
 
 
+@pytest.mark.slow
 def test_a_sum_of_many_trees() -> None:
     """A forest may have more trees than Python allows nested calls."""
     n = Net()

@@ -142,6 +142,7 @@ def with_a_shuffle() -> onnx.ModelProto:
     return export_model(n.done(last)).proto
 
 
+@pytest.mark.slow
 def test_one_float_precision_is_the_build_that_asks_for_it() -> None:
     """Its exact passes do more than those of a network whose precisions are not known yet."""
     model = with_a_shuffle()

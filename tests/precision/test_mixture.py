@@ -67,6 +67,7 @@ def nodes_in(engine: Engine, precision: str) -> set[str]:
     return {n for n in places.get(precision, ()) if n.startswith("c")}
 
 
+@pytest.mark.slow
 def test_each_product_runs_in_the_precision_that_is_predicted_to_be_faster() -> None:
     model, data = network(WIDE_THEN_NARROW, 256, 40), image(256, 40)
     engine = built(model, data)
@@ -87,6 +88,7 @@ def test_each_product_runs_in_the_precision_that_is_predicted_to_be_faster() -> 
     assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_a_network_that_is_slower_in_eight_bits_is_built_in_the_other_precision() -> None:
     model, data = network(((0, 3), (64, 1), (0, 3), (64, 1)), 64, 28), image(64, 28)
     engine = built(model, data)
@@ -111,6 +113,7 @@ def test_eight_bits_need_a_clear_gain(eight: float, alone: bool) -> None:
     assert not Mixture(options, named("h200"), None, times={"int8": eight}).all_in_base
 
 
+@pytest.mark.slow
 def test_products_that_gain_are_all_in_eight_bits() -> None:
     engine = built(network(((512, 3), (512, 3)), 512, 14), image(512, 14))
     assert nodes_in(engine, "int8") == {"c0", "c1"}
@@ -220,6 +223,7 @@ def test_operators_in_the_float_precision_are_not_named() -> None:
     assert "QuantizeLinear" not in graph.kinds()
 
 
+@pytest.mark.slow
 def test_a_launch_on_eight_bits_names_its_own_nodes() -> None:
     engine = built(network(((512, 3), (512, 3)), 512, 14), image(512, 14))
     products = [set(s.src) for s in engine.program.steps if str(s.params.get("tactic", "")).startswith("conv_")]

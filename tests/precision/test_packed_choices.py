@@ -225,6 +225,7 @@ def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -
         assert "w4 would save" in nodes["wide"]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_memory")
 def test_rounded_rows_are_searched_and_pinned() -> None:
     engine = optdnn.build(
@@ -245,6 +246,7 @@ def test_rounded_rows_are_searched_and_pinned() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_pins_of_packed_weights_hold() -> None:
     engine = optdnn.build(
         layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=0.5, candidates="fp16",

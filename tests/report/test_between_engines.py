@@ -58,6 +58,7 @@ def test_two_targets_are_compared_value_by_value_in_onnx_names(folder: Path) -> 
     assert json.loads(json.dumps(plain)) == plain
 
 
+@pytest.mark.slow
 def test_an_int8_engine_needs_its_calibration_data_to_look_inside(folder: Path) -> None:
     with pytest.raises(UsageError, match="built with calibration data"):
         between(folder, "int8.engine", None)

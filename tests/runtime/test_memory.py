@@ -51,6 +51,7 @@ def test_no_two_live_buffers_overlap(intervals: list[Interval], alignment: int) 
     assert pack(intervals, alignment) == (offsets, arena)  # the plan is deterministic
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(networks())
 def test_plans_survive_execution(network: tuple[list[Use], dict[int, int]]) -> None:

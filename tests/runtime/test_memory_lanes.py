@@ -16,6 +16,7 @@ from optdnn.runtime.simulate.runner import some_order
 from optdnn.runtime.steps.lanes import masks_of, waits_of
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(networks(), st.integers(0, 10**6))
 def test_plans_survive_execution_in_any_order_that_lanes_allow(

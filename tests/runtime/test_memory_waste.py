@@ -98,6 +98,7 @@ def test_random_networks_waste_little() -> None:
     assert max(ratios) <= 1.05
 
 
+@pytest.mark.slow
 def test_every_order_is_worth_its_place() -> None:
     """Every order of ORDERS is useful: for each one there is an example in which only it finds the smallest arena."""
     from optdnn.lowering import memory

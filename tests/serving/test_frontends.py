@@ -293,6 +293,7 @@ def _status(server: Server) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_a_front_end_that_is_killed_loses_only_its_own_connections(engines: Path) -> None:
     with served(engines / "digits.engine", "--frontends", 2) as running:
         before, worker = running.frontends(), running.workers()
@@ -365,6 +366,7 @@ libc.fflush(None)
     assert found["plain"].count("<heap nr=") > 1
 
 
+@pytest.mark.slow
 def test_all_processes_end_with_a_server_that_is_killed(engines: Path) -> None:
     with served(engines / "mixed.engine", "--frontends", 2, "--workers", 2) as running:
         ends = [*running.frontends(), *running.workers()]
@@ -380,6 +382,7 @@ def test_all_processes_end_with_a_server_that_is_killed(engines: Path) -> None:
                 raise AssertionError(f"process {end} has not ended")
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_all_front_ends(engines: Path) -> None:
     with served(engines / "digits.engine", "--frontends", 2) as running:
         assert [_status(running) for _ in range(20)] == [200] * 20

@@ -33,7 +33,7 @@ def test_memory_does_not_grow_under_load_and_a_killed_worker_loses_only_its_requ
     engines: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    load = ["--clients", "8", "--processes", "1", "--rows", "3", "--seconds", "60", "--kill"]
+    load = ["--clients", "8", "--processes", "1", "--rows", "3", "--seconds", "25", "--kill"]
     words = [str(engines / "digits.engine"), "--protocols", "http", "grpc", *load, "--serve=--frontends 2"]
     main(["serve", *words, "--out", str(out)])
     for row in map(json.loads, out.read_text().splitlines()):

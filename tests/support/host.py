@@ -24,6 +24,7 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, Pointer
 from optdnn.runtime.program import Program
 from optdnn.types import Array
+from support.compiler_cache import cached
 from support.host_blocks import load
 
 HERE = Path(__file__).parent
@@ -43,20 +44,32 @@ PLAIN = ("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-fn
 """Options that leave out what no kernel uses. It takes a tenth of the time of a compilation."""
 
 
-_loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
-"""Compiled libraries by source: cases with the same source and other operands share a library."""
+_loaded: dict[str, ctypes.CDLL] = {}
+"""Compiled libraries by their digest: cases with the same source and other operands share a library."""
 
 
 def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A C++17 source as a library, compiled in ``folder`` unless this process has compiled it before. ``level``: "-O0" or
-    "-Og". ``options``: the kernel's own."""
-    key = (hashlib.sha256(text.encode()).hexdigest(), level, *options)
-    if key not in _loaded:
+    """A C++17 source as a library, compiled in ``folder`` unless this process or an earlier run has compiled it. ``level``: "-O0"
+    or "-Og". ``options``: the kernel's own."""
+
+    def make() -> bytes:
         code, made = folder / "kernels.cpp", folder / "kernels.so"
         code.write_text(text, encoding="utf-8")
         _compile(level, *options, "-include", str(_precompiled(level)), *LINKED, str(code), "-lgcc", "-o", str(made))
-        _loaded[key] = load(str(made))
+        return made.read_bytes()
+
+    key = hashlib.sha256(repr((text, level, *options, _surroundings())).encode()).hexdigest()
+    if key not in _loaded:
+        _loaded[key] = load(str(cached(f"{key}.so", make)))
     return _loaded[key]
+
+
+@functools.cache
+def _surroundings() -> tuple[str, ...]:
+    """What a library consists of besides its source: this file's options, the headers beside it, and the compiler."""
+    assert COMPILER is not None
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+    return version, *(path.read_text(encoding="utf-8") for path in (Path(__file__), *sorted(HERE.glob("*.hpp"))))
 
 
 @functools.cache

@@ -41,6 +41,13 @@ def without_gpu(expression: str) -> bool:
         return True
 
 
+def is_for_gpus(*nodes: object) -> bool:
+    """Whether one of these (a test function and its module) is marked ``gpu`` or ``hopper``."""
+    found = [getattr(node, "pytestmark", []) for node in nodes]
+    marks = [mark for own in found for mark in (own if isinstance(own, list) else [own])]
+    return any(mark.name in ("gpu", "hopper") for mark in marks)
+
+
 def why_no_hopper() -> str | None:
     """Why engines for Hopper (sm_90a) cannot run here, or None."""
     try:

@@ -29,6 +29,7 @@ def test_each_family_has_its_target(family: str) -> None:
     assert target.one_size == (family in ("cuda", "simulate"))
 
 
+@pytest.mark.slow
 def test_builds_for_the_cpu_import_no_kernels_of_gpus() -> None:
     """They are 250 modules, whose import would take as long as a small build."""
     code = "import sys, optdnn.compiler, optdnn.targets.cpu; sys.exit('optdnn.lowering.table' in sys.modules)"

@@ -58,7 +58,7 @@ def _order(config: Config) -> str:
     return "frames" if isinstance(config, depthwise.Config) and config.sharers > 1 else "taps"
 
 
-def with_invariant(found: list[tuple[float, Any]], many: Any, seconds: Callable[[Any], float]) -> tuple[Offer, ...]:
+def with_invariant(found: Sequence[tuple[float, Any]], many: Any, seconds: Callable[[Any], float]) -> tuple[Offer, ...]:
     """The ranked configurations with ``many``, which is the only one that serves every batch size."""
     if many is not None and all(c != many for _, c in found):
         found = sorted([*found, (seconds(many), many)], key=lambda item: item[0])
@@ -71,13 +71,14 @@ def family(config: Config) -> Any:
     return kinds.get(type(config), depthwise)
 
 
-def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
+@lru_cache(maxsize=1024)
+def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[tuple[float, Config], ...]:
     """All kernels' configurations with their predicted seconds, the best first. GPUs before Hopper have no TMA and get
-    only those of the first kernel."""
+    only those of the first kernel. Cached: launches that compute a convolution with its neighbors compare themselves with it."""
     configs: list[Config] = [
         *depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu), *bands.candidates(problem, gpu)
     ]  # fmt: skip
-    return sorted(((family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
+    return tuple(sorted(((family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0]))
 
 
 def relu_before(op: Op) -> bool:

@@ -133,19 +133,19 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: 
                             tile = Config(warpgroups, strips, strip_w, grid_x, parts, columns, block, 1)
                             if tile.tile[0] >= 2 * out_h and tile.tile[0] > 4:
                                 continue
-                            rings = [c for c in _rings(problem, tile, device) if not ordered or in_one_order(c)]
+                            rings = _rings(problem, tile, device, ordered)
                             found += [(estimate(problem, c, device), c) for c in rings]
     return varied(found, lambda c: (*c.tile, c.strips, c.width, c.split, c.block), limit)
 
 
-def _rings(problem: Problem, tile: Config, device: GpuFacts) -> Iterator[Config]:
-    """Splits, stages and blocks per multiprocessor of a tile."""
+def _rings(problem: Problem, tile: Config, device: GpuFacts, ordered: bool) -> Iterator[Config]:
+    """Splits (``ordered``: none), stages and blocks per multiprocessor of a tile."""
     count, whole = math.prod(tiles(problem, tile)) * problem.batch, steps(problem, tile)
     chunk = stage_bytes(problem, tile)
     splits = [
         k
         for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16)
-        if k <= whole and (k == 1 or count * k <= 2 * device.multiprocessors)
+        if k <= whole and (k == 1 or (not ordered and count * k <= 2 * device.multiprocessors))
     ]
     for split in splits:
         for blocks in (1, 2, 3, 4):

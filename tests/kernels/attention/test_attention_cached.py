@@ -59,7 +59,23 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sweep(CASES, "lengths of their own", "heads of 80, a part turns", "sinks"))
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        (
+            *(
+                "one key",
+                "a full cache",
+                "lengths of their own",
+                "no key",
+                "a row elsewhere",
+                "heads of 80, a part turns",
+            ),
+            *("heads of 256", "groups of 12", "sinks", "sinks, no key", "sinks, a window and a softcap, bf16"),
+        ),
+        *("lengths of their own", "heads of 80, a part turns", "sinks"),
+    ),
+)
 def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, SHARED, tmp_path)
 

@@ -32,7 +32,7 @@ from optdnn.types import FP64
 H200 = gpu_facts.of_arch("sm_90a")
 PROBLEMS = {name: problem for name, (problem, _) in CASES.items() if not name.startswith(("shared", "two warps"))}
 PROBLEMS |= {
-    "several tiles": merged(2, 3, 300, 64, dtype="float32"),
+    "several tiles": merged(1, 2, 300, 64, dtype="float32"),
     "a head of 48": merged(1, 2, 150, 48, dtype="float32"),
     "a head of 96": merged(1, 2, 150, 96, dtype="float32"),
     "a head of 128": merged(1, 2, 200, 128, causal=True, dtype="float32"),

@@ -160,6 +160,7 @@ def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -
     assert faster or any("two launches are predicted" in r for r in refusals(program, "chained_sm90"))
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[int] = set()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import emulated
+from support import compiler_cache, emulated
 from support.chained_cases import (
     ADD,
     ADD_RELU,
@@ -32,7 +32,7 @@ from support.sweep import every
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Integers, Problem
 from optdnn.kernels.launch import Launch
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -168,7 +168,7 @@ COMPILED = {
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", every(2, covering(COMPILED)))
 def test_kernels_compile_without_spills(name: str) -> None:
-    _, log = nvrtc.compile_recipe(COMPILED[name], resources=True)
+    log = compiler_cache.log(COMPILED[name])
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
 

@@ -36,7 +36,7 @@ def launched(
     problem: Problem, config: GeneralConfig, operands: dict[str, np.ndarray], output: np.ndarray, folder: Path,
     requantize: Requantize | None = None, **sizes: int,
 ) -> np.ndarray:  # fmt: skip
-    """The kernel's result in ``output`` after two runs. The counts must be zero again after the first."""
+    """The kernel's result in ``output``, after two runs where blocks share K. The counts must be zero again after the first."""
     made = conv_general.launch(problem, config, of_arch("sm_80"), requantize=requantize, **sizes)
     recipe = made.recipe
     text = recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
@@ -54,7 +54,7 @@ def launched(
     held = {name: emulated.aligned(a) for name, a in operands.items()}
     held["output"] = emulated.aligned(output)
     held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
-    for _ in range(2):
+    for _ in range(2 if arrived else 1):
         held["output"][...] = output
         emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
         assert not held["arrived"].any()
@@ -126,6 +126,7 @@ def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
     assert compare(case, got, data.expected) == ""
 
 
+@pytest.mark.slow
 def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated.change_source(monkeypatch, "conv_sm80.cu", "(row & 6) << 1 | (row & 8) >> 2", "row & 14")
     with pytest.raises(AssertionError, match="differ"):

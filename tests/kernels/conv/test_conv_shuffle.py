@@ -67,6 +67,7 @@ def test_other_machines_and_types_are_refused(options: dict[str, str], why: str)
     check_not_taken(net(), TACTIC, why, "ConvBlocks", **{"precision": "fp16", **options})
 
 
+@pytest.mark.slow
 def test_upsamplers_of_one_image_stay_separate() -> None:
     """Joined, their results would have to be copied to be shuffled."""
     n = Net()

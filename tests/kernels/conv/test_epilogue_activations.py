@@ -9,6 +9,7 @@ from support.activation_cases import ACTIVATIONS, constant_images, convolutions,
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
+from support.sweep import all_pairs
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.unary import LeakyReluAttrs
@@ -19,9 +20,7 @@ NETS = [products, convolutions]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("made", NETS)
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@all_pairs({"kind": ACTIVATIONS, "made": NETS, "precision": ["fp16", "fp32"]})
 def test_no_launch_of_their_own(kind: str, made: Callable[[str], Graph], precision: str) -> None:
     program = check_simulated(made(kind), precision)
     found = [s.params["op"] for s in program.steps if s.params["op"]["kind"] == "Pointwise"]

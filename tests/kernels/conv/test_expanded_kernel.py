@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import emulated
+from support import compiler_cache, emulated
 from support.conv_cases import same
 from support.expanded_cases import CASES, RELU6, operands, problem
 from support.fenced import run_fenced
@@ -22,7 +22,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import expanded_kernel as expanded
 from optdnn.kernels.conv.expanded_kernel import Config, Problem
 from optdnn.kernels.conv.problem import Source
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -159,7 +159,7 @@ def check(made: Problem, config: Config, want: np.ndarray, out: np.ndarray, more
 )
 def test_kernels_compile_without_spills(name: str) -> None:
     made, config = CASES[name]
-    _, log = nvrtc.compile_recipe(expanded.recipe(made, config), resources=True)
+    log = compiler_cache.log(expanded.recipe(made, config))
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 

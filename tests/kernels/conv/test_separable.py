@@ -185,6 +185,7 @@ def test_configurations_that_were_not_measured_are_for_tuning(
     assert any("only tuning tries" in r for r in refusals(program, "separable_sm90"))
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice between one launch and two is the same for any number of images, and no blocks share K."""
     asked: list[int] = []

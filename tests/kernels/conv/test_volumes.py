@@ -9,7 +9,7 @@ import pytest
 from support.net import Net, built
 from support.on_gpu import checked_launches, checked_program
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
-from support.sweep import sweep
+from support.sweep import sweep, turns
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
@@ -88,8 +88,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", sweep(["fp32", "fp16", "bf16"], "fp16"))
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "precision"), turns(NETS, "fp16", "fp32", "bf16"))
 def test_programs_compute_the_network(name: str, precision: str) -> None:
     program = check_simulated(built(NETS[name]), precision)
     assert tactics(program, "Conv")

@@ -22,7 +22,7 @@ from support.simulated import (
     lowered,
     refusals,
 )
-from support.sweep import sweep, turns
+from support.sweep import turns
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.depthwise import DepthwiseTactic
@@ -96,8 +96,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
+@pytest.mark.parametrize(("name", "precision"), turns(NETS, "fp16", "bf16"))
 @pytest.mark.usefixtures("chosen")
 def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)

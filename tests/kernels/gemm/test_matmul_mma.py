@@ -15,7 +15,7 @@ from support.net import Net, built
 from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered
-from support.sweep import sweep
+from support.sweep import sweep, turns
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.gemm import matmul
@@ -136,8 +136,8 @@ def test_operands_of_stages_are_loaded_before_results_are_stored(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep(
-        [(n, p) for n in NETS for p in TOLERANCE],
-        *(("rows", "bf16"), ("both_turned", "tf32"), ("odd_and_turned", "fp16"), ("one_matrix_for_all", "fp16")),
+        [*turns(NETS, "fp16", "bf16"), *((n, "tf32") for n in NETS)],
+        *(("rows", "fp16"), ("both_turned", "tf32"), ("odd_and_turned", "bf16")),
     ),
 )
 def test_kernels_on_a_processor(name: str, precision: str, tmp_path: Path) -> None:

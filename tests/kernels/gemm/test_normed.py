@@ -152,6 +152,7 @@ def _perceptron(n: Net, rows: int, width: int) -> Value:
     return n.op("MatMul", _norm(n, stream, width), n.random(width, 4 * width))
 
 
+@pytest.mark.slow
 def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
     assert tactics(lowered(built(_perceptron, 800, 256)), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
     program = lowered(built(_perceptron, 20000, 512))

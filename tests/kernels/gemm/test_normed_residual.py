@@ -100,6 +100,7 @@ def _reasons(program: object, tactic: str) -> list[str]:
     return refusals(program, tactic)
 
 
+@pytest.mark.slow
 def test_the_cost_model_takes_it() -> None:
     assert tactics(lowered(built(_bert, 128, 768)), "MatMul", "Gemm").count(NAME) == 2
 

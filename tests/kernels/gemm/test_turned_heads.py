@@ -19,7 +19,7 @@ from support.on_gpu import checked_launches
 from support.one_config import only
 from support.rotary_cases import angles, of_a_product
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
-from support.sweep import every
+from support.sweep import every, turns
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
@@ -97,8 +97,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "precision"), turns(NETS, "fp16", "bf16"))
 def test_the_launch_turns_heads(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     assert {"gemm_turned_sm90", "gemm_normed_turned_sm90"} & {*tactics(program, "MatMul")}

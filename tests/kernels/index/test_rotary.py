@@ -14,7 +14,7 @@ from support.on_gpu import checked_program
 from support.on_processor import compare_steps
 from support.rotary_cases import ROTARY, heads_first, normalized_after, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
-from support.sweep import in_turn, sweep, turns
+from support.sweep import in_turn, turns
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
@@ -45,9 +45,9 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), sweep([("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)], ("fp16", 1.2e-3))
+    ("name", "precision", "tolerance"),
+    turns([n for n in ROTARY if n != "many rows"], ("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)),
 )
-@pytest.mark.parametrize("name", sweep([n for n in ROTARY if n != "many rows"], *list(ROTARY)[:12:3]))
 def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = ROTARY[name]()
     program = lowered(graph, precision, opt_level=2)

@@ -13,7 +13,7 @@ from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.rotary_cases import NORMED, angles, normed, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
-from support.sweep import in_turn, sweep
+from support.sweep import in_turn, turns
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.norm import LayerNormAttrs
@@ -25,8 +25,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize(("name", "precision"), turns(NORMED, *PRECISIONS))
 def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     program = check_simulated(NORMED[name](), precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
     assert kinds(program).count("RotaryNormPair") == 1
@@ -45,8 +44,7 @@ def test_keys_that_follow_those_of_the_past() -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", sweep(NORMED, *list(NORMED)[::3]))
+@pytest.mark.parametrize(("name", "precision"), turns(NORMED, *PRECISIONS[::-1]))
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph = NORMED[name]()
     program = lowered(graph, precision, opt_level=2)

@@ -78,16 +78,23 @@ def configurations(kernel: Any, case: Case) -> list[Any]:
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)], *clusters]
 
 
-RUNS = [
-    *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
-    *(("gemv", name) for name in CASES | LARGE),
-    *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
-    *(("resident", name) for name, c in (CASES | MANY).items() if resident_kernel.unfit(c.problem, GPU) is None),
-    *(("wgmma", name) for name in MANY | MORE),
-]
+def runs() -> list[tuple[str, str]]:
+    """Kernels with the cases that they can run, in some configuration."""
+    return [
+        *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
+        *(("gemv", name) for name in CASES | LARGE),
+        *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
+        *(("resident", name) for name, c in (CASES | MANY).items() if resident_kernel.unfit(c.problem, GPU) is None),
+        *(("wgmma", name) for name in MANY | MORE),
+    ]
 
 
-@pytest.mark.parametrize(("kind", "name"), RUNS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """When a GPU runs them: finding the cases takes seconds."""
+    if {"kind", "name"} <= set(metafunc.fixturenames):
+        metafunc.parametrize(("kind", "name"), runs())
+
+
 def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
     """Compared with float64. Nothing else is written, and three runs give the same bits."""
     from support.bound import bound

@@ -10,7 +10,7 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import feeds_of
-from support.sweep import sweep
+from support.sweep import sweep, turns
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
@@ -59,8 +59,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep(
-        [(name, p) for name in CASES for p in ("fp16", "bf16")],
-        ("ceil", "bf16"),
+        turns(CASES, "fp16", "bf16"),
+        ("ceil", "fp16"),
     ),
 )
 def test_tiles(name: str, precision: str, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_fp32_itself_is_compared_with_nothing(model: Path, monkeypatch: pytest.M
     assert measured == []
 
 
+@pytest.mark.slow
 def test_times_of_the_timing_cache_are_not_measured_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

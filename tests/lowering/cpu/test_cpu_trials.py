@@ -66,6 +66,7 @@ def test_a_candidate_that_crashes_or_hangs_is_refused(
     assert {r.name: r.refused for r in again.rows if r.refused} == {"openvino/1t": reason}
 
 
+@pytest.mark.slow
 def test_a_process_that_the_system_ended_is_tried_again_next_time(fault: Any) -> None:
     fault("SIGKILL run")
     graph, cache = network(), TimingCache()
@@ -74,6 +75,7 @@ def test_a_process_that_the_system_ended_is_tried_again_next_time(fault: Any) ->
     assert not [r for r in choose(graph, options(), cache, {}).rows if r.refused]
 
 
+@pytest.mark.slow
 def test_compile_with_tries_first(fault: Any) -> None:
     fault("SIGSEGV open")
     with pytest.raises(RunError, match="SIGSEGV"):

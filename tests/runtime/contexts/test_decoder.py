@@ -71,6 +71,7 @@ def test_state_with_other_readers_is_not_kept_in_place() -> None:
     assert not kept_in_place(program, [parse(s, program) for s in program.steps])
 
 
+@pytest.mark.slow
 def test_growing_state_is_recognized_by_its_dimensions() -> None:
     shapes = dict.fromkeys(states().values(), "1x2x1..4..8x16")
     engine = optdnn.build(decoder(grows=True), target="simulate", shapes=shapes)

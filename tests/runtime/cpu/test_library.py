@@ -28,6 +28,7 @@ def test_onnxruntime_reports_nothing_to_its_maker(tmp_path: Path) -> None:
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == []
 
 
+@pytest.mark.slow
 def test_openvino_reports_nothing_to_its_maker(tmp_path: Path) -> None:
     """With telemetry, the library first writes a machine identifier into the home folder."""
     pytest.importorskip("openvino")

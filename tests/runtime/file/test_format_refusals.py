@@ -160,6 +160,7 @@ def test_every_truncation_and_extension() -> None:
         decode(data + b"\0")
 
 
+@pytest.mark.slow
 def test_a_flip_in_every_byte() -> None:
     data = bytearray(contents(mlp()))
     rng = random.Random(0)

@@ -99,6 +99,7 @@ def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_openvino_gets_no_index_that_is_not_checked(tmp_path: Path) -> None:
     cases = unchecked()
     files = [
@@ -112,6 +113,7 @@ def test_openvino_gets_no_index_that_is_not_checked(tmp_path: Path) -> None:
         assert why in message, name
 
 
+@pytest.mark.slow
 def test_constant_indices_in_weights_are_looked_at_too(tmp_path: Path) -> None:
     at = np.zeros((600, 2), np.int32)
     at[599] = 1_000_000

@@ -149,6 +149,7 @@ def _offers(n: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_later_plans_use_measurements_at_the_nearest_size() -> None:
     model, ranged = convnet(batch="n", channels=64), {"x": "1..2..64x3x8x8"}
     how: dict[str, Any] = {"target": "simulate", "precision": "fp16", "shapes": ranged}

@@ -48,6 +48,7 @@ def speeds() -> RaceResult:
     return race(candidates, {"x": X}, **{**QUICK, "rounds": 8, "turn_s": 0.05}, speedup_reference="slow")
 
 
+@pytest.mark.slow
 def test_faster_and_slower_are_reported(speeds: RaceResult) -> None:
     slow, quick, snail = speeds.rows
     assert (slow.verdict, slow.speedup) == ("baseline", 1)
@@ -110,6 +111,7 @@ def test_the_report_names_its_references(speeds: RaceResult) -> None:
     assert report["rows"][0]["error"] is None
 
 
+@pytest.mark.slow
 def test_outputs_are_compared_with_the_reference() -> None:
     candidates = [
         contender("exact", "off_by", 0),
@@ -137,6 +139,7 @@ def test_a_reference_of_nan_alone_says_nothing_of_other_inputs() -> None:
     assert got.row("exact").max_rel_err == math.inf
 
 
+@pytest.mark.slow
 def test_candidates_take_turns_and_never_run_concurrently(tmp_path: Path) -> None:
     log = tmp_path / "log"
     race([contender(n, "logger", log) for n in "abc"], {"x": X}, **{**QUICK, "rounds": 4})
@@ -217,6 +220,7 @@ def test_names_must_differ_and_references_exist() -> None:
         race([a], {"x": X}, error_reference="b")
 
 
+@pytest.mark.slow
 def test_no_process_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.runtime.workers import process
 
@@ -401,6 +405,7 @@ def test_engine_against_the_libraries(files: tuple[str, str], shapes: Any) -> No
         assert list(row.outputs or {}) == ["y", "hidden"]
 
 
+@pytest.mark.slow
 def test_precisions_that_a_library_lacks_are_refused(files: tuple[str, str]) -> None:
     needs_libraries()
     candidates = [

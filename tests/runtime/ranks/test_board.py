@@ -131,6 +131,7 @@ def apart(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
     return Engine(read(folder / "m.engine"), options=LoadOptions(processes=True))
 
 
+@pytest.mark.slow
 def test_the_places_of_a_call_are_used_again(tmp_path: Path) -> None:
     engine = apart(mlp(4), tmp_path, devices=2, split="batch")
     context, team = engine.context(), engine._runner.team  # type: ignore[attr-defined]
@@ -146,6 +147,7 @@ def test_the_places_of_a_call_are_used_again(tmp_path: Path) -> None:
     team.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["weights", "batch"])
 def test_bound_runs_follow_their_inputs(split: str, tmp_path: Path) -> None:
     engine = apart(mlp(4), tmp_path, devices=2, split=split)
@@ -162,6 +164,7 @@ def test_bound_runs_follow_their_inputs(split: str, tmp_path: Path) -> None:
     engine._runner.team.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_state_stays_with_processes_and_begins_again(tmp_path: Path) -> None:
     model, feeds, state = decoder()
     found = []
@@ -207,6 +210,7 @@ def test_a_rank_that_fails_in_a_step_gives_the_reason(tmp_path: Path) -> None:
     team.close()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_shared_memory_is_left(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -101,6 +101,7 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
             validate(replace(program, ranks=wrong))
 
 
+@pytest.mark.slow
 def test_caches_stay_with_their_ranks() -> None:
     model, feeds, state = decoder()
     found = []
@@ -147,6 +148,7 @@ def test_a_process_for_each_rank(apart: Engine) -> None:
     np.testing.assert_array_equal(apart.run(X)["y"], out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_runs_of_all(apart: Engine) -> None:
     child = processes(apart)[0]._process
     threading.Timer(0.3, child.kill).start()
@@ -224,6 +226,7 @@ def test_ranks_of_a_launcher(file: Path, tmp_path: Path) -> None:
         assert float(out.split()[1]) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_launcher_that_ends(file: Path, tmp_path: Path) -> None:
     first, second = (launched(file, r, 2, tmp_path / "at", "end") for r in range(2))
     _, err = first.communicate(timeout=30)
