@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.host import needs_compiler
+from support.host import HostKernels, needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
@@ -14,9 +15,12 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
+from optdnn.lowering.assemble import overwritable
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.types import BF16, FP16, FP32, DType
 
 
@@ -103,6 +107,32 @@ def test_other_operands_are_read_where_the_tile_is_written(graph: Graph, precisi
     assert functions.count("turned") == 1
     check_simulated(graph, precision)
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("slot", [0, 1])
+def test_results_overwrite_the_other_operand(slot: int, tmp_path: Path) -> None:
+    """Not the transposed one, which a thread reads in another order than it writes."""
+    n = Net()
+    x = n.op("Softmax", n.input(4, 64, 1500), attrs=SoftmaxAttrs(1))
+    y = n.op("Softmax", n.input(4, 1500, 64, name="y"), attrs=SoftmaxAttrs(-1))
+    both = [n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1))), y]
+    z = n.op("Sub", *(reversed(both) if slot else both))
+    program = lowered(n.done(n.op("Softmax", z, attrs=SoftmaxAttrs(-1))), "fp32")
+    (step,) = [s for s in program.steps if program.kernels[s.params["launch"]["kernel"]].function == "turned"]
+    ((out, other),) = overwritable(program, step)
+    assert step.inputs.index(other) == 1 - slot
+    assert program.buffers[out].offset == program.buffers[other].offset
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(4 * 64 * 1500, np.float32) for _ in range(2)]
+    left, right = (
+        a.reshape(4, 64, 1500).swapaxes(1, 2) if k == slot else a.reshape(4, 1500, 64) for k, a in enumerate(given)
+    )
+    want = left - right
+    parsed = parse(step, program)
+    assert isinstance(parsed, CudaStep)
+    HostKernels(program, tmp_path).run(parsed, [*given, given[1 - slot]])
+    np.testing.assert_array_equal(given[1 - slot].reshape(want.shape), want)
 
 
 @needs_compiler
