@@ -118,7 +118,6 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
     beside = 1 if limit or columns == 1 else math.gcd(tiles, max(1, WARP * row // LINE))
     near = max(n for n in range(1, WARP // beside + 1) if columns % n == 0)
     near = near if near * row >= LINE else columns
-    rows = (tiles // beside, wide * beside, wide * beside * to[along])
     walks = list(zip(of, to, *beside_them, strict=True))  # the strides of each dimension
 
     def part(size: int, k: int, step: int) -> tuple[tuple[int, ...], ...]:
