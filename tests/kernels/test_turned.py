@@ -226,6 +226,32 @@ def test_others_are_contiguous_where_the_target_is(other: TensorView, found: boo
     assert (turned.turn_of(source, target, STRIDES_LIMIT, [other]) is not None) is found
 
 
+@pytest.mark.parametrize(("dtype", "others", "tile"), [(FP16, 2, (8, 8)), (FP16, 3, (8, 4)), (FP32, 8, (4, 2))])
+def test_many_operands_make_tiles_smaller(dtype: DType, others: int, tile: tuple[int, int]) -> None:
+    shape = (8192, 8192)
+    target, row = view(shape, (8192, 1), dtype=dtype), view((8192, 1), (1, 1), dtype=dtype)
+    turn = turned.turn_of(view(shape, (1, 8192), dtype=dtype), target, STRIDES_LIMIT, [target] * others + [row] * 9)
+    assert turn is not None
+    assert (turn.wide, turn.high) == tile
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("others", [4, 8])
+def test_many_operands_stay_in_registers(others: int) -> None:
+    target = view((8192, 8192), (8192, 1))
+    turn = turned.turn_of(view((8192, 8192), (1, 8192)), target, STRIDES_LIMIT, [target] * others)
+    assert turn is not None
+    source, *more = (turned.Operand(k, "f16", "float") for k in range(others + 1))
+    lines = [
+        "const float r0 = erff(v0);",
+        *(f"const float r{k} = r{k - 1} * erff(v{k});" for k in range(1, others + 1)),
+    ]
+    elements = turned.Elements(source, "f16", tuple(lines), f"r{others}", tuple(more))
+    found = nvrtc.resources(turned.launch("sm_90a", turn, elements).recipe)["turned"]
+    assert found.spill_bytes == 0
+    assert found.registers <= 128
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("shape", [(8192, 8192), (512, 1024)])
 def test_tiles_stay_in_registers(shape: tuple[int, int]) -> None:
