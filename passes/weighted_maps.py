@@ -23,7 +23,7 @@ from optdnn.passes.support.facts import depends_on_inputs, integers, operand, pr
 from optdnn.types import normalize_axis
 
 MOST = 4
-"""Most terms of a sum: each of them takes a launch."""
+"""Most products of a sum: each of them takes a launch."""
 WIDEST = 256
 """Most features of a value: with more, a further product takes longer than storing the maps."""
 
@@ -96,8 +96,9 @@ def _terms(graph: Graph, value: Value, ops: list[Op], uses: int = 1) -> Iterator
 def _refused(graph: Graph, op: Op, terms: list[Term], *, divided: bool) -> str | None:
     """Why the product cannot be taken apart, or should not be, or None."""
     shape, values = graph.type(operand(op)).dims, graph.type(operand(op, 1))
-    if len(terms) > MOST:
-        return f"its maps are a sum of {len(terms)} maps"
+    products = sum(t.softmax is not None for t in terms) + any(t.softmax is None for t in terms)
+    if products > MOST:
+        return f"its maps are a sum that takes {products} products"
     if len(shape) < 3 or values.rank != len(shape) or not isinstance(values.dims[-1], int) or values.dims[-1] > WIDEST:
         return f"its values are not rows of at most {WIDEST} features, one for each key"
     for term in terms:
@@ -117,8 +118,14 @@ def _refused(graph: Graph, op: Op, terms: list[Term], *, divided: bool) -> str |
 
 
 def _apart(patch: Patch, op: Op, terms: list[Term], *, divided: bool) -> Value:
-    """The sum of the products. Factors and constant maps are divided by the sums of the rows, which are constants."""
+    """The sum of the products. Factors and constant maps are divided by the sums of the rows, which are constants.
+
+    Constant maps are added before the product: large ones that cancel would lose all digits of fp16 after it."""
     dtype, values = patch.type(operand(op, 1)).dtype, operand(op, 1)
+    constants = [(t.sign, t.maps) for t in terms if t.softmax is None]
+    terms = [t for t in terms if t.softmax is not None]
+    if constants:
+        terms.append(Term(_sum(patch, constants)))
     one = patch.constant(np.ones(1, dtype), "one")
     last = integers(patch, [-1], "axes")
     sums = [

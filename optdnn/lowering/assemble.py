@@ -49,11 +49,11 @@ def _before(program: Program) -> list[int] | None:
 def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:
     """The (output, input) buffers of a step that may share memory.
 
-    A pointwise kernel reads each element in the thread that writes it. So its result may overwrite an operand that it reads in the
-    same order.
+    A pointwise kernel reads each element in the thread that writes it, also if it transposes another operand. So its result may
+    overwrite an operand that it reads in the same order.
     """
     launch = step.params.get("launch")
-    if launch is None or program.kernels[launch["kernel"]].function != "pointwise":
+    if launch is None or program.kernels[launch["kernel"]].function not in ("pointwise", "turned"):
         return []
     operands = (*step.inputs, *step.outputs)
     (write,) = step.params["writes"]

@@ -15,7 +15,7 @@ from support.host import needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
-from support.simulated import feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered
 from support.spills import check_spills
 from support.sweep import all_pairs, in_turn, sweep
 
@@ -25,7 +25,7 @@ from optdnn.kernels.recurrent import grid_kernel, input_products, resident, resi
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.recurrent.resident_kernel import Config, Problem
 from optdnn.kernels.tactic import Offer
-from optdnn.ops.rnn import RNNAttrs
+from optdnn.ops.rnn import LSTMAttrs, RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.cuda.launches.plan import GRID, NOTHING, CudaStep, parse
 from optdnn.runtime.program import Program
@@ -185,6 +185,23 @@ def test_products_that_no_ordinary_kernel_takes(
     monkeypatch.setattr(input_products, "LARGEST", limit)
     (op,) = graph.of_kind("LSTM")
     assert because in str(input_products.refuse(Builder(graph, H200), op))
+
+
+def test_inputs_that_lie_far_apart_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has 32-bit offsets; the layer reads 24 of 4,000 features."""
+    n = Net()
+    x = n.sliced(n.input(5, 7, 4000), 0, 24, 2)
+    weights = [n.random(1, 48, k, scale=0.2) for k in (24, 12)]
+    y, *_ = n.op("LSTM", x, *weights, attrs=LSTMAttrs(12), outputs=3)
+    graph = n.done(y)
+
+    def functions() -> list[str]:
+        return [k.function for k in lowered(graph, "fp32", target="cuda:sm_80").kernels]
+
+    assert functions() == ["conv_fp32", "rnn_resident"]
+    monkeypatch.setattr(input_products, "LARGEST", 5 * 7 * 4000)
+    assert functions() == ["pointwise", "conv_fp32", "rnn_resident"]
+    check_simulated(graph, "fp32", target="cuda:sm_80")
 
 
 def best(problem: Problem) -> float:

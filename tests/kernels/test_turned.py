@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.host import needs_compiler
+from support.host import HostKernels, needs_compiler
 from support.net import Net
 from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
@@ -14,9 +15,12 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
+from optdnn.lowering.assemble import overwritable
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.types import BF16, FP16, FP32, DType
 
 
@@ -103,6 +107,32 @@ def test_other_operands_are_read_where_the_tile_is_written(graph: Graph, precisi
     assert functions.count("turned") == 1
     check_simulated(graph, precision)
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("slot", [0, 1])
+def test_results_overwrite_the_other_operand(slot: int, tmp_path: Path) -> None:
+    """Not the transposed one, which a thread reads in another order than it writes."""
+    n = Net()
+    x = n.op("Softmax", n.input(4, 64, 1500), attrs=SoftmaxAttrs(1))
+    y = n.op("Softmax", n.input(4, 1500, 64, name="y"), attrs=SoftmaxAttrs(-1))
+    both = [n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1))), y]
+    z = n.op("Sub", *(reversed(both) if slot else both))
+    program = lowered(n.done(n.op("Softmax", z, attrs=SoftmaxAttrs(-1))), "fp32")
+    (step,) = [s for s in program.steps if program.kernels[s.params["launch"]["kernel"]].function == "turned"]
+    ((out, other),) = overwritable(program, step)
+    assert step.inputs.index(other) == 1 - slot
+    assert program.buffers[out].offset == program.buffers[other].offset
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(4 * 64 * 1500, np.float32) for _ in range(2)]
+    left, right = (
+        a.reshape(4, 64, 1500).swapaxes(1, 2) if k == slot else a.reshape(4, 1500, 64) for k, a in enumerate(given)
+    )
+    want = left - right
+    parsed = parse(step, program)
+    assert isinstance(parsed, CudaStep)
+    HostKernels(program, tmp_path).run(parsed, [*given, given[1 - slot]])
+    np.testing.assert_array_equal(given[1 - slot].reshape(want.shape), want)
 
 
 @needs_compiler
@@ -194,6 +224,32 @@ def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
 def test_others_are_contiguous_where_the_target_is(other: TensorView, found: bool) -> None:
     source, target = view((512, 1024), (1, 512)), view((512, 1024), (1024, 1))
     assert (turned.turn_of(source, target, STRIDES_LIMIT, [other]) is not None) is found
+
+
+@pytest.mark.parametrize(("dtype", "others", "tile"), [(FP16, 2, (8, 8)), (FP16, 3, (8, 4)), (FP32, 8, (4, 2))])
+def test_many_operands_make_tiles_smaller(dtype: DType, others: int, tile: tuple[int, int]) -> None:
+    shape = (8192, 8192)
+    target, row = view(shape, (8192, 1), dtype=dtype), view((8192, 1), (1, 1), dtype=dtype)
+    turn = turned.turn_of(view(shape, (1, 8192), dtype=dtype), target, STRIDES_LIMIT, [target] * others + [row] * 9)
+    assert turn is not None
+    assert (turn.wide, turn.high) == tile
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("others", [4, 8])
+def test_many_operands_stay_in_registers(others: int) -> None:
+    target = view((8192, 8192), (8192, 1))
+    turn = turned.turn_of(view((8192, 8192), (1, 8192)), target, STRIDES_LIMIT, [target] * others)
+    assert turn is not None
+    source, *more = (turned.Operand(k, "f16", "float") for k in range(others + 1))
+    lines = [
+        "const float r0 = erff(v0);",
+        *(f"const float r{k} = r{k - 1} * erff(v{k});" for k in range(1, others + 1)),
+    ]
+    elements = turned.Elements(source, "f16", tuple(lines), f"r{others}", tuple(more))
+    found = nvrtc.resources(turned.launch("sm_90a", turn, elements).recipe)["turned"]
+    assert found.spill_bytes == 0
+    assert found.registers <= 128
 
 
 @pytest.mark.nvrtc

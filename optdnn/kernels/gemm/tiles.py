@@ -196,7 +196,8 @@ def tile_of(
 
 
 AT_ONCE = 8
-"""Results of a thread for which it loads the operands of the stages together: no load passes a store, to which it could belong."""
+"""A thread loads the operands of the stages for so many results before it stores the first of them. The compiler moves no load in front
+of a store that may have the same address."""
 
 
 def tiled(loads: Mapping[str, tuple[str, str]], finish: str, tile: Tile | MatrixTile, *, down: bool) -> str:

@@ -22,6 +22,8 @@ WARP, LINE = 32, 128
 """Threads of a warp, and the bytes that it writes of each row of the target, if it can. So up to four threads read neighboring tiles of
 the source's rows, and the next warps read the rest of the same rows. (64 x 1024 x 1024 elements to planes, fp16, H200: 93 us, which
 memory bounds at 64. It took 138 us when a warp read 32 bytes of each row, and a distant warp the others.)"""
+MOST_BYTES = 384
+"""Most bytes of operands that a thread loads: with more, it needs over 128 registers, or they spill."""
 LEAST_ELEMENTS = 1 << 18
 """Least elements of such a copy: smaller copies take the time of a launch in any order."""
 
@@ -111,7 +113,10 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
         for x, own in ((target, to), *zip(others, beside_them, strict=True))
         if own[last] == 1
     )
-    while high > 1 and count // (wide * high) < ENOUGH_THREADS:
+    item = source.dtype.itemsize + sum(
+        x.dtype.itemsize for x, own in zip(others, beside_them, strict=True) if own[last]
+    )
+    while high > 1 and (count // (wide * high) < ENOUGH_THREADS or item * wide * high > MOST_BYTES):
         high //= 2
     tiles, columns = -(-dims[along] // wide), dims[last] // high
     row = high * target.dtype.itemsize

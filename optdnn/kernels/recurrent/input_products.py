@@ -33,11 +33,8 @@ def constant_operand(b: Builder, op: Op, index: int) -> Array:
 def refuse(b: Builder, op: Op) -> str | None:
     """Why no kernel of ordinary products takes the layer's inputs, or None. Its weights are constant."""
     steps, count, batch, hidden = op.outputs[0].type.static_shape
-    columns, depth, dtype = (
-        count * GATES[op.kind] * hidden,
-        constant_operand(b, op, 1).shape[2],
-        op.outputs[0].type.dtype,
-    )
+    columns, depth = count * GATES[op.kind] * hidden, constant_operand(b, op, 1).shape[2]
+    dtype = op.outputs[0].type.dtype
     if depth == 0:
         return "its inputs have no elements"
     if dtype != FP32 and columns % 8:
@@ -58,7 +55,7 @@ def input_products(b: Builder, op: Op) -> TensorView:
     aligned = columns % 8 == 0  # other results are computed on scalar units, which read rows of any pitch
     x = b.operand(op.inputs[0])
     read = rows_of(x, aligned=aligned)
-    if read is None:
+    if read is None or read.shape[0] * read.strides[0] >= LARGEST:  # features of a tensor with many more of them
         read = rows_of(copied(b, op, x, "inputs", padded_rows(x.shape)))
     out = b.new(f"{op.outputs[0].name}.gates", dtype, (rows, columns))
     written = rows_of(out, aligned=aligned)

@@ -84,8 +84,8 @@ def quantizes(graph: Graph) -> bool:
 
 def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
     """The NumPy results of ``graph`` with each float of the inputs changed by ``nudge`` of itself, up or down. If the graph ranks
-    values, also the results with the ranked values changed. If no input is a float (tokens), also the results with the
-    operands of all operators changed."""
+    values, also the results with the ranked values changed. If no input is a float (tokens), also those of
+    :func:`_nudged_everywhere`."""
     nudged = _nudger(nudge, 0)
 
     def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
