@@ -41,8 +41,8 @@ DATA_MARGIN = 2.0
 LONG_TRIAL = 40.0
 """Factor on both limits for networks that multiply computed matrices by one another without a bound."""
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
-FACTORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Kinds that sum up products of their first two operands."""
+FACTORS = {"Conv": 2, "ConvTranspose": 2, "GRU": 3, "Gemm": 2, "LSTM": 3, "MatMul": 2, "RNN": 3}
+"""Kinds that sum up products -> how many of their first operands are factors."""
 SCALES = frozenset({"Div", "Mul"})
 """Kinds whose operands scale data."""
 PRODUCT_FLOPS = 50.0
@@ -252,7 +252,7 @@ def _makes_mask(graph: Graph, op: Op, read: list[Value], masks: set[Value]) -> b
     arrays = {v: graph.constant_value(v) for v in read}
     if all(a is not None for a in arrays.values()) or not masks.isdisjoint(read):
         return True
-    factors, scales = op.inputs[:2] if op.kind in FACTORS else (), _scales(op)
+    factors, scales = op.inputs[: FACTORS.get(op.kind, 0)], _scales(op)
     for v, a in arrays.items():
         if a is not None and a.size and v not in factors:
             size = float(np.abs(a).max())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.net import Net
+from support.sequence_cases import recurrent
 from support.simulated import feeds_of, lowered, simulate
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import ConstantAttrs, Graph
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.assign_precision import AssignPrecision
@@ -167,6 +169,17 @@ def test_huge_weights_are_no_mask() -> None:
     up, down = (n.const(rng.standard_normal((32, 32)) * size) for size in (1e5, 1e-6))
     graph = n.done(n.op("MatMul", n.op("MatMul", n.input(4, 32), up, name="up"), down, name="down"))
     assert refused(graph).keys() == {"up", "down"}
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_huge_weights_of_recurrent_layers_are_no_mask(kind: str, slot: int) -> None:
+    graph = recurrent(kind, hidden=8, inputs=16)
+    (op,) = graph.of_kind(kind)
+    (weights,) = [v for v in op.inputs[slot : slot + 1] if v is not None]
+    large = np.asarray(graph.constant_value(weights)) * 1e6
+    graph.set_op(replace(graph.op(weights), attrs=ConstantAttrs(large)))
+    assert list(overflows.overflows(graph, largest_values(graph) or {})) == [op.id]
 
 
 @pytest.mark.parametrize(("high", "kept"), [(1.0, set()), (1e6, {"enlarged", "product"}), (1e12, set())])
