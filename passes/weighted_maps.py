@@ -49,7 +49,7 @@ def weighted_maps(graph: Graph, op: Op) -> Match | Miss | None:
     terms = list(_terms(graph, maps, ops, 2 if divided else 1))
     if all(t.softmax is None for t in terms):
         return None
-    if why := _refused(graph, op, terms, divided=bool(divided)):
+    if why := _refused(graph, op, terms):
         return Miss(why)
     return Match(tuple(ops), lambda patch: _apart(patch, op, terms, divided=bool(divided)))
 
@@ -93,7 +93,7 @@ def _terms(graph: Graph, value: Value, ops: list[Op], uses: int = 1) -> Iterator
         yield Term(value)
 
 
-def _refused(graph: Graph, op: Op, terms: list[Term], *, divided: bool) -> str | None:
+def _refused(graph: Graph, op: Op, terms: list[Term]) -> str | None:
     """Why the product cannot be taken apart, or should not be, or None."""
     shape, values = graph.type(operand(op)).dims, graph.type(operand(op, 1))
     products = sum(t.softmax is not None for t in terms) + any(t.softmax is None for t in terms)
@@ -121,27 +121,36 @@ def _apart(patch: Patch, op: Op, terms: list[Term], *, divided: bool) -> Value:
     """The sum of the products. Factors and constant maps are divided by the sums of the rows, which are constants.
 
     Constant maps are added before the product: large ones that cancel would lose all digits of fp16 after it."""
-    dtype, values = patch.type(operand(op, 1)).dtype, operand(op, 1)
+    values = operand(op, 1)
     constants = [(t.sign, t.maps) for t in terms if t.softmax is None]
     terms = [t for t in terms if t.softmax is not None]
     if constants:
         terms.append(Term(_sum(patch, constants)))
-    one = patch.constant(np.ones(1, dtype), "one")
-    last = integers(patch, [-1], "axes")
-    sums = [
-        (t.weight or one) if t.softmax else patch.add("ReduceSum", [t.maps, last], ReduceAttrs(True)) for t in terms
-    ]
-    total = _sum(patch, [(t.sign, v) for t, v in zip(terms, sums, strict=True)]) if divided else None
+    if divided:
+        terms = _normalized(patch, terms)
     parts = list[tuple[int, Value]]()
     for term in terms:
-        maps, weight = term.maps, term.weight
-        if total is not None and term.softmax is None:
-            maps = patch.add("Div", [maps, total])
-        elif total is not None:
-            weight = patch.add("Div", [weight or one, total])
-        y = patch.add("MatMul", [maps, values], MatMulAttrs())
-        parts.append((term.sign, y if weight is None else patch.add("Mul", [y, weight])))
+        y = patch.add("MatMul", [term.maps, values], MatMulAttrs())
+        parts.append((term.sign, y if term.weight is None else patch.add("Mul", [y, term.weight])))
     return _sum(patch, parts)
+
+
+def _normalized(patch: Patch, terms: list[Term]) -> list[Term]:
+    """The terms divided by the sums of the rows of all terms together. A row of a softmax adds up to one."""
+    one = patch.constant(np.ones(1, patch.type(terms[0].maps).dtype), "one")
+    sums = list[tuple[int, Value]]()
+    for term in terms:
+        maps = [term.maps, integers(patch, [-1], "axes")]
+        sums.append(
+            (term.sign, (term.weight or one) if term.softmax else patch.add("ReduceSum", maps, ReduceAttrs(True)))
+        )
+    total = _sum(patch, sums)
+    return [
+        replace(term, weight=patch.add("Div", [term.weight or one, total]))
+        if term.softmax
+        else replace(term, maps=patch.add("Div", [term.maps, total]))
+        for term in terms
+    ]
 
 
 def _sum(patch: Patch, terms: list[tuple[int, Value]]) -> Value:

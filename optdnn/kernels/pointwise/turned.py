@@ -118,12 +118,21 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
     )
     while high > 1 and (count // (wide * high) < ENOUGH_THREADS or item * wide * high > MOST_BYTES):
         high //= 2
+    return _turn(dims, (of, to, *beside_them), (along, wide, high), limit, target.dtype.itemsize)
+
+
+def _turn(
+    dims: Sequence[int], strides: Sequence[Sequence[int]], tile: tuple[int, int, int], limit: int, item: int
+) -> Turn:
+    """The space of a copy. ``strides``: of the source, the target and others along ``dims``. ``tile``: the dimension along the source's
+    rows, and the sizes of a tile along it and along the last dimension. ``item``: bytes of an element of the target."""
+    (along, wide, high), last, walks = tile, len(dims) - 1, list(zip(*strides, strict=True))
+    of, to, *beside_them = strides
     tiles, columns = -(-dims[along] // wide), dims[last] // high
-    row = high * target.dtype.itemsize
+    row = high * item
     beside = 1 if limit or columns == 1 else math.gcd(tiles, max(1, WARP * row // LINE))
     near = max(n for n in range(1, WARP // beside + 1) if columns % n == 0)
     near = near if near * row >= LINE else columns
-    walks = list(zip(of, to, *beside_them, strict=True))  # the strides of each dimension
 
     def part(size: int, k: int, step: int) -> tuple[int, tuple[int, ...]]:
         return size, tuple(step * stride for stride in walks[k])
@@ -131,8 +140,8 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
     rows = part(tiles // beside, along, wide * beside)
     order = [part(dims[k], k, 1) for k in range(last) if k != along]
     order += [part(columns // near, last, high * near), rows, part(near, last, high), part(beside, along, wide)]
-    kept = [o for o in order if o[0] > 1] or [(1, (0,) * len(walks[0]))]
-    reads, writes, *more = zip(*(strides for _, strides in kept), strict=True)
+    kept = [o for o in order if o[0] > 1] or [(1, (0,) * len(strides))]
+    reads, writes, *more = zip(*(steps for _, steps in kept), strict=True)
     at = kept.index(rows) if tiles > 1 and limit else -1
     besides = tuple(Beside(own, s[along], s[last] == 1) for own, s in zip(more, beside_them, strict=True))
     return Turn(tuple(n for n, _ in kept), reads, writes, wide, high, of[last], to[along], limit, at, besides)
