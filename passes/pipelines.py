@@ -236,7 +236,7 @@ O2_GPU: tuple[Pass, ...] = (
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
-    WeightedMaps(),  # before attention, for each softmax of a sum; after constants are folded
+    WeightedMaps(),  # before attention, which takes in each softmax of a sum that this pass takes apart
     TwoWayAttention(),  # before attention, which needs scores of its own for each direction
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FuseLinearAttention(),  # with attention; before epilogues, which would take in the division

@@ -20,8 +20,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def counted(made: list[bytes]) -> Callable[[], bytes]:
-    """Returns other bytes at each call, and keeps them."""
-    return lambda: made.append(b"%d" % len(made)) or made[-1]  # type: ignore[func-returns-value]
+    """A compiler that returns other bytes at each call, and keeps them in ``made``."""
+
+    def make() -> bytes:
+        made.append(b"%d" % len(made))
+        return made[-1]
+
+    return make
 
 
 def test_a_file_is_made_once(folder: Path) -> None:

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.file.atomic import replace_file
 
 FOLDER = nvrtc.default_folder().with_name("tests")
 """Beside the cubins of builds. Taken at import, since some tests change the variables that it depends on."""
@@ -31,11 +32,7 @@ def cached(name: str, make: Callable[[], bytes]) -> Path:
             return path
     except FileNotFoundError:
         pass
-    made = make()
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with open(handle, "wb") as file:
-        file.write(made)
-    os.replace(temporary, path)
+    replace_file(str(path), [make()], flush=False)
     return path
 
 

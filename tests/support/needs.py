@@ -42,7 +42,7 @@ def without_gpu(expression: str) -> bool:
 
 
 def is_for_gpus(*nodes: object) -> bool:
-    """Whether one of these (a test function and its module) is marked ``gpu`` or ``hopper``."""
+    """Whether a test function, or its class or module, is marked ``gpu`` or ``hopper``."""
     found = [getattr(node, "pytestmark", []) for node in nodes]
     marks = [mark for own in found for mark in (own if isinstance(own, list) else [own])]
     return any(mark.name in ("gpu", "hopper") for mark in marks)

@@ -122,8 +122,8 @@ def _finish(
     stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
     scale: float, scales: Mapping[int, float], to: str, total: str,
 ) -> tuple[dict[str, tuple[str, str]], str]:  # fmt: skip
-    """C++ that applies the stages to the sum ``total`` (of the type ``t``) and stores it ``to`` an lvalue. First what it reads: name ->
-    (type, value). ``extra``: all operands from 2 on."""
+    """The values that the stages read, as name -> (type, C++ that loads it), and C++ that applies the stages to the sum ``total``
+    (of the type ``t``) and stores it ``to`` an lvalue. ``extra``: all operands from 2 on."""
     ty, wide = CPP[out.dtype], arithmetic(out.dtype)
     types: list[TensorType] = [TensorType(out.dtype, out.shape)]
     for a in range(1, max(extra, default=1) + 1):

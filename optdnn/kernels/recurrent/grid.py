@@ -103,9 +103,7 @@ class GridRNN(ProblemTactic):
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         size = GATES[op.kind] * hidden
-        gates = input_products.input_products(b, op).view(
-            (steps, batch, count * size), (batch * count * size, count * size, 1)
-        )
+        gates = input_products.emit(b, op).view((steps, batch, count * size), (batch * count * size, count * size, 1))
         results, made = written_states(b, op)
         operands = {
             "gates": gates, "weights": b.constant(constant_operand(b, op, 2), "weights"),

@@ -46,7 +46,7 @@ def refuse(b: Builder, op: Op) -> str | None:
     return None
 
 
-def input_products(b: Builder, op: Op) -> TensorView:
+def emit(b: Builder, op: Op) -> TensorView:
     """Emits the products of all inputs with the weights of all directions, plus the input biases, in the type of the layer:
     ``[steps * batch, directions * gates * hidden]``."""
     steps, count, batch, hidden = op.outputs[0].type.static_shape

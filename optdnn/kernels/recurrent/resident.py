@@ -94,7 +94,7 @@ class ResidentRNN(ProblemTactic):
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         size = problem.gates * hidden
-        made = input_products.input_products(b, op) if input_products.refuse(b, op) is None else _wide_products(b, op)
+        made = input_products.emit(b, op) if input_products.refuse(b, op) is None else _wide_products(b, op)
         operands = {
             "gates": made.view((steps, batch, count * size), (batch * count * size, count * size, 1)),
             "weights": b.constant(constant_operand(b, op, 2), "weights"),
