@@ -56,6 +56,7 @@ from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
 from optdnn.passes.grouped_products import GroupedProducts
 from optdnn.passes.guarded_loops import GuardedLoops
+from optdnn.passes.half_factors import HalfFactors
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
@@ -311,11 +312,13 @@ ASSIGN: tuple[Pass, ...] = (
 
 ASSIGN_GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
+    HalfFactors(),  # after precisions: products in tf32; before conversions are fused
     UnpackWeights(),  # after all folding, when the precision of each product is known
 )
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN_GPU,
+    HalfFactors(),  # after precisions, which decide on products in tf32; before conversions, which it adds
     ShiftZeroPoints(),  # before integers have readers other than DequantizeLinear; makes padding 0 more often
     MoveIntegers(),  # before FoldQuantized: ops that only move or compare elements run on integers
     FoldQuantized(),  # before layouts: each op on integers becomes one operator, which layouts weigh as one

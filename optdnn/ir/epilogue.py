@@ -57,6 +57,11 @@ class Epilogue:
         self.constants.append(value)
         return RESIDUAL + (self.gate is not None) + len(self.constants)
 
+    def dtype(self, before: DType) -> DType:
+        """The type of the result of ``stages``, of a product with factors of the type ``before``."""
+        casts = [stage.attrs for stage in self.stages if stage.kind == "Cast"]
+        return casts[-1].to if casts else before  # type: ignore[attr-defined]
+
     def drop_residual(self) -> None:
         """Remove the first stage, the addition of the residual: another kernel adds it."""
         self.residual = None
@@ -84,8 +89,8 @@ def plan_epilogue(
 
     ``accepts`` decides whether the kernel can run these rendered stages in this order. ``allow_scale``, ``allow_gate``,
     ``allow_row_bias``, ``allow_numbers``: whether the kernel supports per-channel factors, computed factors per image, a bias
-    along the axis before the channels, and stages with per-channel operands. ``allow_wide``: whether it stores its fp32
-    accumulators unconverted, if the last stage casts them to fp32.
+    along the axis before the channels, and stages with per-channel operands. ``allow_wide``: whether its result may be fp32
+    although its factors are 16-bit floats. Casts among the stages then do nothing, since all stages compute in fp32.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -109,7 +114,7 @@ def plan_epilogue(
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
         absorb_numbers = _absorb_numbers if own else _absorb_affine
         numbered = allow_numbers and not scaled and absorb_numbers(graph, op, stage, trial, shape, channel_axis)
-        own_form = scaled or begun or numbered or (allow_wide and _absorb_cast(stage, trial, last=k == len(stages) - 1))
+        own_form = scaled or begun or numbered or (allow_wide and _absorb_cast(graph, op, stage, trial))
         if not own_form and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
             break
         if not accepts(trial.rendered):
@@ -153,17 +158,15 @@ def _absorb(
 
 
 def summed_dtype(graph: Graph, op: Op) -> DType:
-    """The type of a product's factors. The result has this type, too, before a last stage that casts it to fp32."""
-    stages = getattr(op.attrs, "epilogue", ())
-    if op.inputs[0] is None or not stages or stages[-1].kind != "Cast":
-        return op.outputs[0].type.dtype
-    return graph.type(op.inputs[0]).dtype
+    """The type of a product's factors. The result has this type, too, before a stage that casts it to fp32."""
+    casts = any(stage.kind == "Cast" for stage in getattr(op.attrs, "epilogue", ()))
+    return op.outputs[0].type.dtype if op.inputs[0] is None or not casts else graph.type(op.inputs[0]).dtype
 
 
-def _absorb_cast(stage: Stage, into: Epilogue, *, last: bool) -> bool:
-    """Drop the cast in the last stage: accumulators are fp32, and are stored in fp32."""
+def _absorb_cast(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
+    """Drop a cast to fp32 or to the type of the factors: stages compute in fp32, and results are rounded when they are stored."""
     attrs: Any = stage.attrs
-    if stage.kind != "Cast" or attrs.to != FP32 or not last:
+    if stage.kind != "Cast" or op.inputs[0] is None or attrs.to not in (FP32, graph.type(op.inputs[0]).dtype):
         return False
     into.stages.append(Stage("Cast", (-1 - len(into.stages),), attrs))
     return True

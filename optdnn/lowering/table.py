@@ -69,7 +69,7 @@ from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
-from optdnn.kernels.norm.add_norm import AddNorm, AddNormQuantized
+from optdnn.kernels.norm.add_norm import AddNorm, AddNormNarrowed, AddNormQuantized
 from optdnn.kernels.norm.channel_norms import BatchNorm, LocalResponse
 from optdnn.kernels.norm.dequantized_rows import DequantizedRows
 from optdnn.kernels.norm.group_norm import GroupNorm
@@ -82,7 +82,7 @@ from optdnn.kernels.norm.norm_norm import NormNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import Rows, WidenedRows
 from optdnn.kernels.norm.rows_grid import RowsGrid
-from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, FlatRows, QuantizedRows, RowsOnce
+from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, FlatRows, NarrowedRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
 from optdnn.kernels.norm.softmax_mean import SoftmaxMean
 from optdnn.kernels.packed.eight_bits import PackedBytes
@@ -137,7 +137,7 @@ _PRODUCTS: tuple[Tactic, ...] = (
 )
 _LATER_PRODUCTS: tuple[Tactic, ...] = (TiledMatMul(), CublasLtGemm(), CublasLtBatched())
 _NORMS: tuple[Tactic, ...] = (
-    DequantizedRows(), QuantizedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
+    DequantizedRows(), QuantizedRows(), NarrowedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
 )  # fmt: skip
 _LATER_NORMS: tuple[Tactic, ...] = (ShortRowsPair(), ShortRows(), RowsGrid(), Rows())
 
@@ -238,7 +238,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), WidenedRows(), RowsGrid(), Rows())),
+    **dict.fromkeys(OPERATIONS, (QuantizedRows(), NarrowedRows(), ActivatedRows(), RowsOnce(), WidenedRows(), RowsGrid(), Rows())),
     "LayerNormalization": (*_NORMS, FlatRows(), RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
@@ -267,6 +267,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Add": (
         NormAddNorm(),
         AddNormQuantized(),
+        AddNormNarrowed(),
         AddNorm(),
         AddNormAcross(),
         AddGroupNorm(),

@@ -138,7 +138,8 @@ class HeldAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class QuantizedAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and the parameters that convert its result ``which`` to 8 bits.
+    """The operator ``of`` with its attributes ``own``, and the parameters that convert its result ``which`` to 8 bits ("Quantized") or
+    fp16 ("Narrowed").
 
     The result is rounded to ``through``, multiplied by ``factor``, clipped, rounded and shifted by ``zero``. ``kept``: the result
     after rounding to ``through`` is a result, too. Results of ``of`` before it come first.
@@ -354,6 +355,7 @@ DEFS: tuple[OpDef, ...] = (
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=MOVEMENT),
     region("MaskedSoftmax", same_type, cost=per_element(5)),
     PERIODIC_ATTENTION,
+    region("Narrowed", _infer_quantized, QuantizedAttrs, tol=STEPS_TOL, traits=Traits(own_precision=True)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=STEPS_TOL),
     region("EdgePadded", _infer_edge_padded, EdgePaddedAttrs, tol=STEPS_TOL),

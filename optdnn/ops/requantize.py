@@ -16,12 +16,12 @@ import numpy as np
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
-BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}
-"""Least and greatest value of an element type."""
-MAX_CONSTANTS = 12
-"""Most constants of a quantized epilogue's stages: the kernels' parameter blocks have room for them."""
 LARGEST = 3.4028234663852886e38
 """The largest finite fp32 number, for missing bounds."""
+BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448), "float16": (-LARGEST, LARGEST)}
+"""Least and greatest value of an element type. Numbers beyond fp16 become infinite, as in a Cast; they do not saturate."""
+MAX_CONSTANTS = 12
+"""Most constants of a quantized epilogue's stages: the kernels' parameter blocks have room for them."""
 _BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
 
 

@@ -445,6 +445,7 @@ RULES: Mapping[str, str] = {
     "quantized_mean": "pools computed on integers",
     "quantized_siblings": "quantized products of the same data merged",
     "converted_in_registers": "conversions between fp32 and 16-bit floats added to pointwise operators",
+    "half_factors": "factors of tf32 products with a known range read in fp16",
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
     "activated_result": "activations of rounded results are stored as floats for operators that take no integers",

@@ -161,6 +161,7 @@ PRODUCTS: dict[str, Products] = {
     "PooledImageConv": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
     "QLinearMatMul": _matmul,
+    "Narrowed": _quantized,
     "Quantized": _quantized,
     "QuantizedConv": _quantized_conv,
     "QuantizedMatMul": _matmul,

@@ -404,7 +404,7 @@ def quantized(
     which: int = 0,
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """The operator ``of``, its result ``which`` rounded to the type ``through`` and then to the 8-bit type ``narrow``.
+    """The operator ``of``, its result ``which`` rounded to the type ``through`` and then to the narrower type ``narrow``.
 
     ``own`` names the operator's attributes among ``attrs``. ``kept``: the rounded result is a result, too.
     """
@@ -436,6 +436,7 @@ KERNELS: dict[str, Kernel] = {
 COMPOSED: dict[str, ComposedKernel] = {
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
+    "Narrowed": quantized,
     "Quantized": quantized,
     "RowProduct": row_product,
     "SelectedProduct": selected_product,

@@ -159,7 +159,7 @@ class MatrixProduct(ConvolutionKernel):
         out = None if ep.rest else rows_of(between.permuted(order), aligned=self.aligned)
         if out is None or not self.stored(b, out):
             name, shape = f"{op.outputs[0].name}.gemm", between.shape
-            dtype = summed_dtype(b.graph, op) if ep.rest else between.dtype
+            dtype = ep.dtype(summed_dtype(b.graph, op)) if ep.rest else between.dtype
             between = b.later(name, dtype, shape, padded_rows(shape, order))
             out = rows_of(between.permuted(order))
             assert out is not None

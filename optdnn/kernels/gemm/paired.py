@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue, read_once
+from optdnn.ir.epilogue import Epilogue, plan_epilogue, read_once, summed_dtype
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
@@ -39,7 +39,7 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
             continue
         if not read_once(op, other.value):
             continue
-        ep, user = plan_epilogue(graph, op, channel_axis=-1), graph.sole_user(other.value)
+        ep, user = plan_epilogue(graph, op, channel_axis=-1, allow_wide=True), graph.sole_user(other.value)
         if user is not None and user.id == op.id and ep.residual == value and ("mul",) in ep.rendered:
             return other
     return None
@@ -75,6 +75,8 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
             return "it is not multiplied by another product of the same rows"
         if (why := product_refusal(b, other)) is not None:
             return f"the other product {other.name}: {why}"
+        if summed_dtype(b.graph, op) != op.outputs[0].type.dtype:
+            return "its result has another type than its factors"
         pair = self._pair(b, op)
         if pair.own.constants or pair.beside.constants:
             return "its stages have constants"
@@ -105,7 +107,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
     def _pair(b: Builder, op: Op) -> _Pair:
         other = multiplier(b.graph, op)
         assert other is not None
-        own, beside = (plan_epilogue(b.graph, x, channel_axis=-1) for x in (op, other))
+        own, beside = (plan_epilogue(b.graph, x, channel_axis=-1, allow_wide=True) for x in (op, other))
         return _Pair(op, other, own, beside)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:

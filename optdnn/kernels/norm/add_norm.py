@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -19,7 +19,7 @@ from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, is_stored, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
-from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
+from optdnn.kernels.quantized.quantizer import Quantizer, meaning, narrowing_of, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, TakesAfter, readers
 from optdnn.ops.base import attrs_dict
 
@@ -131,6 +131,7 @@ class AddNormQuantized(AddNorm):
     """As :class:`AddNorm`, and the quantization of the normalized sum, which is stored in 16 bits only if it has other readers."""
 
     name = "add_norm_quantized"
+    meaning: ClassVar[str] = "Quantized"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = self._quantized(b, op)
@@ -141,11 +142,14 @@ class AddNormQuantized(AddNorm):
             return "it is for rows of 16-bit floats"
         return no_conversion(to.to.dtype, b.arch) or super().refuse(b, op)
 
-    @staticmethod
-    def _quantized(b: Builder, op: Op) -> tuple[Op, Quantizer] | None:
-        """The normalization of the sum, and the operator that quantizes its result."""
+    def quantizer(self, b: Builder, norm: Op) -> Quantizer | None:
+        """The operator that makes the narrower result."""
+        return quantizer_of(b, norm.value)
+
+    def _quantized(self, b: Builder, op: Op) -> tuple[Op, Quantizer] | None:
+        """The normalization of the sum, and the operator that makes the narrower result."""
         norm = norm_of(b, op)
-        to = None if norm is None else quantizer_of(b, norm.value)
+        to = None if norm is None else self.quantizer(b, norm)
         return None if norm is None or to is None else (norm, to)
 
     def _parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
@@ -187,4 +191,20 @@ class AddNormQuantized(AddNorm):
             operands["output"] = b.target(norm.value)
         covers = replace(op, src=op.src | norm.src | to.op.src)
         attrs = meaning(norm, to, kept, {"norm": norm.kind, **attrs_dict(norm.attrs)}, "AddNorm", 1)
-        emit_norm(b, covers, norm, self.launch(b, op, config), operands, "Quantized", attrs)
+        emit_norm(b, covers, norm, self.launch(b, op, config), operands, self.meaning, attrs)
+
+
+class AddNormNarrowed(AddNormQuantized):
+    """As :class:`AddNorm`, and the conversion of the normalized sum from fp32 to fp16, which is stored in fp32 only if it has other
+    readers."""
+
+    name = "add_norm_narrowed"
+    meaning = "Narrowed"
+
+    def quantizer(self, b: Builder, norm: Op) -> Quantizer | None:
+        return narrowing_of(b, norm.value)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if self._quantized(b, op) is None:
+            return "nothing converts the normalized sum to fp16"
+        return AddNorm.refuse(self, b, op)

@@ -70,7 +70,7 @@ class Problem(FloatElements, WithEpilogue):
     period: int = 0
     """Number of rows of an addend that repeats; 0: it has a row for each row."""
     narrow: str = ""
-    """8-bit element type of the quantized result; "": there is none."""
+    """Type of a narrower result: an 8-bit type of 16-bit rows, which is quantized, or "float16" of fp32 rows; "": there is none."""
     wide: bool = True
     """Whether the result is stored in ``dtype``."""
     widened: bool = False
@@ -97,7 +97,9 @@ class Problem(FloatElements, WithEpilogue):
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 0 if self.operation in _SOFTMAX else 4 * self.length * (self.scale + self.bias)
-        written = self.itemsize * (self.wide * (1 + self.widened) + self.sum) + bool(self.narrow)
+        written = self.itemsize * (self.wide * (1 + self.widened) + self.sum) + (
+            self.itemsize // 2 if self.narrow else 0
+        )
         added = (self.period or self.rows) * self.length * self.itemsize if self.add else 0
         read = 1 if self.stored else self.itemsize
         return self.rows * self.length * (read + written) + added + parameters
@@ -164,8 +166,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"rows of {problem.length} elements are not vectors of {config.lanes}"
     if config.lanes * problem.itemsize > ACCESS:
         return f"{config.lanes} elements exceed an access of {ACCESS} bytes"
-    if problem.narrow and problem.itemsize != 2:
-        return "only results of 16-bit rows are quantized"
+    if problem.narrow and (problem.narrow == "float16") != (problem.itemsize == 4):
+        return "results of 16-bit rows are quantized, those of fp32 rows converted to fp16"
     if config.group & (config.group - 1) if config.group <= 32 else config.group % 32 or config.group != config.threads:
         return f"{config.group} threads are not a valid group of a block of {config.threads}"
     if not 32 <= config.threads <= 1024 or config.threads % 32:
@@ -217,7 +219,7 @@ def launch(
     narrow: QuantizedStore | None = None,
     stored: QuantParams | None = None,
 ) -> Launch:
-    """The launch. ``narrow``: how the 8-bit result is stored. ``stored``: the parameters of an 8-bit input. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
+    """The launch. ``narrow``: how the narrower result is stored. ``stored``: the parameters of an 8-bit input. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
     and ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
     norm = problem.operation not in _SOFTMAX
     present = {

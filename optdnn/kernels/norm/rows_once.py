@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.activation import NormOutput, output_of
 from optdnn.kernels.norm.group_norm import no_plain_norm, unlike_rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
-from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
+from optdnn.kernels.quantized.quantizer import Quantizer, meaning, narrowing_of, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, TakesAfter
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -251,9 +251,14 @@ class QuantizedRows(TakesAfter, RowsOnce):
     """A norm or softmax of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
     name = "rows_quantized"
+    meaning: ClassVar[str] = "Quantized"
+
+    def quantizer(self, b: Builder, op: Op) -> Quantizer | None:
+        """The operator that makes the narrower result."""
+        return quantizer_of(b, op.value, dense=True)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        to = quantizer_of(b, op.value, dense=True)
+        to = self.quantizer(b, op)
         if to is None:
             return "nothing quantizes its result"
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
@@ -261,14 +266,14 @@ class QuantizedRows(TakesAfter, RowsOnce):
         return self.refuse_narrow_rows(b, op) or super().refuse(b, op)
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm and the quantization."""
-        to = quantizer_of(b, op.value, dense=True)
+        """The norm and the operator that makes the narrower result."""
+        to = self.quantizer(b, op)
         assert to is not None
         return Region(op, after=(to.op,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """Place the 8-bit result, and the 16-bit result if it is stored."""
-        to = quantizer_of(b, op.value, dense=True)
+        """Place the narrower result, and the norm's own if it is stored."""
+        to = self.quantizer(b, op)
         assert to is not None
         b.target(to.op.value)
         if is_stored(b, op.value):
@@ -276,12 +281,12 @@ class QuantizedRows(TakesAfter, RowsOnce):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """The norm's problem with both results."""
-        to = quantizer_of(b, op.value, dense=True)
+        to = self.quantizer(b, op)
         assert to is not None
         return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        to = quantizer_of(b, op.value, dense=True)
+        to = self.quantizer(b, op)
         assert to is not None
         kept = is_stored(b, op.value)
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}
@@ -289,4 +294,19 @@ class QuantizedRows(TakesAfter, RowsOnce):
             operands["output"] = b.target(op.value)
         covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)
         made = rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(to.to))
-        emit_norm(b, covers, op, made, operands, "Quantized", attrs)
+        emit_norm(b, covers, op, made, operands, self.meaning, attrs)
+
+
+class NarrowedRows(QuantizedRows):
+    """A norm or softmax of fp32 rows with the conversion of its result to fp16. The fp32 result is stored only if it has other readers."""
+
+    name = "rows_narrowed"
+    meaning = "Narrowed"
+
+    def quantizer(self, b: Builder, op: Op) -> Quantizer | None:
+        return narrowing_of(b, op.value, dense=True)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if self.quantizer(b, op) is None:
+            return "nothing converts its result to fp16"
+        return RowsOnce.refuse(self, b, op)

@@ -1,4 +1,4 @@
-"""A float result that is also, or only, stored in 8 bits: ``Narrow`` of ``narrow.cuh``."""
+"""A float result that is also, or only, stored in a narrower type: ``Narrow`` of ``narrow.cuh``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class QuantizedStore:
 
 
 def narrow_kind(dtype: str) -> int:
-    """The kernels' constant NARROW: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
-    return 0 if not dtype else 2 if dtype.startswith("float8") else 1
+    """The kernels' constant NARROW: 0 for no narrower result, 1 for 8-bit integers, 2 for fp8, 3 for fp16."""
+    return 0 if not dtype else 3 if dtype == "float16" else 2 if dtype.startswith("float8") else 1
 
 
 def no_conversion(dtype: str, arch: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The quantization after an operator's float result: the operator's own kernel can compute it.
+"""The quantization, or the conversion to fp16, after an operator's float result: the operator's own kernel can compute it.
 
 A QuantizeLinear that no other operator absorbed is a Pointwise of a division, a rounding, a clip and a cast
 (:mod:`optdnn.passes.rules.quantized_stages`). This module recognizes it.
@@ -6,7 +6,7 @@ A QuantizeLinear that no other operator absorbed is a Pointwise of a division, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import BOUNDS, QuantParams
-from optdnn.types import FP32, INT8, UINT8, is_float
+from optdnn.types import FP16, FP32, INT8, UINT8, is_float
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """``op`` quantizes a value to 8 bits with the parameters ``to``, and does nothing else."""
+    """``op`` quantizes a value to 8 bits with the parameters ``to``, or converts it from fp32 to fp16, and does nothing else."""
 
     op: Op
     to: QuantParams
@@ -112,7 +112,25 @@ def _numbers(graph: Graph, op: Op, kinds: Sequence[str]) -> dict[str, list[float
 def quantizer_of(b: Builder, value: Value, *, dense: bool = False) -> Quantizer | None:
     """The op that quantizes a value; None unless there is exactly one, or if the place of its result is reserved (``dense``:
     reserved with gaps or in another order: an output of the network has neither)."""
-    found = [(u, q) for u in b.graph.users(value) if (q := quantization(b.graph, u)) is not None]
+    return _only(b, value, quantization, dense=dense)
+
+
+def narrowing_of(b: Builder, value: Value, *, dense: bool = False) -> Quantizer | None:
+    """The op that converts a value from fp32 to fp16, in the same way."""
+    return _only(b, value, _narrowing, dense=dense)
+
+
+def _narrowing(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
+    source = op.inputs[0] if op.kind == "Cast" else None
+    if source is None or op.outputs[0].type.dtype != FP16 or graph.type(source).dtype != FP32:
+        return None
+    return source, QuantParams("float16", 1.0)
+
+
+def _only(
+    b: Builder, value: Value, find: Callable[[Graph, Op], tuple[Value, QuantParams] | None], *, dense: bool
+) -> Quantizer | None:
+    found = [(u, q) for u in b.graph.users(value) if (q := find(b.graph, u)) is not None]
     place = b.reserved.get(found[0][0].value) if len(found) == 1 else None
     if len(found) != 1 or (place is not None and not (dense and place.dense and place.offset % 16 == 0)):
         return None
@@ -122,7 +140,7 @@ def quantizer_of(b: Builder, value: Value, *, dense: bool = False) -> Quantizer 
 def meaning(
     op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "", which: int = 0
 ) -> dict[str, Any]:
-    """The attributes of a "Quantized" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or ``attrs`` and
+    """The attributes of a "Quantized" or "Narrowed" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or ``attrs`` and
     ``kind``), and the quantization of its result ``which``. ``kept``: the float result is stored, too."""
     own = attrs_dict(op.attrs) if attrs is None else attrs
     low, high = BOUNDS[to.to.dtype]

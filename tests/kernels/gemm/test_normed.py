@@ -218,7 +218,7 @@ def _huge_scale(n: Net) -> Value:
         (_added, {}, "its stages read other tensors"),
         (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),
         (_huge_scale, {"precision": "bf16"}, "the matrix times the norm's scale does not fit 16 bits"),
-        (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
+        (_huge_scale, {"precision": "tf32"}, "it is for 16-bit floats"),
         (
             mean_square,
             {"row_invariant": True},

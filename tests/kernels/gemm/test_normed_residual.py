@@ -167,7 +167,7 @@ def _scale_that_is_given(n: Net) -> Value:
         (_added_alone, {}, "others read the normalized rows"),
         (_turned, {}, "its rows do not lie one after the other"),
         (_scale_that_is_given, {}, "the norm: its scale and bias are not constant"),
-        (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
+        (_scale_that_is_given, {"precision": "tf32"}, "it is for 16-bit floats"),
         (
             mean_square,
             {"row_invariant": True},

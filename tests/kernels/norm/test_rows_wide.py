@@ -1,4 +1,4 @@
-"""Rows of fp32 that are read once, and 16-bit rows whose result is fp32: on the processor, the kernel is exact to the last
+"""Rows of fp32 that are read once, with results in fp16, too, and 16-bit rows whose result is fp32: on the processor, the kernel is exact to the last
 bits, and accesses have at most 16 bytes."""
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
             (L2, rows.Config(32, 2, 2, 64)),
             (replace(L2, epsilon=1e4), rows.Config(8, 3, 4, 64)),
             (replace(L2, dtype="float16", widened=True, length=264), rows.Config(64, 1, 8, 64)),
+            (replace(PLAIN, narrow="float16"), rows.Config(8, 3, 4, 64)),
+            (replace(PLAIN, narrow="float16", wide=False), rows.Config(32, 2, 2, 64)),
+            (replace(PLAIN, narrow="float16", length=301), rows.Config(64, 5, 1, 64)),
             (WIDENED, rows.Config(4, 3, 8, 64)),
             (replace(WIDENED, length=90), rows.Config(32, 2, 2, 64)),
         ],
@@ -79,6 +82,7 @@ def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, t
     memory |= {
         "input": (rng.standard_normal(shape) + SHIFTED).astype(problem.dtype),
         "output": np.zeros(shape, np.float32),
+        "narrow": np.zeros(shape, np.float16),
     }
     if problem.operation == "l2_norm":
         memory["input"][3] = 0
@@ -95,7 +99,10 @@ def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, t
     )
     emulated.run(library, made, {name: array.ctypes.data for name, array in held.items()})
     want = expected(problem, *(memory[name].astype(np.float64) for name in ("input", "scale", "bias")))
-    np.testing.assert_allclose(held["output"], want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert ("output" in held, "narrow" in held) == (problem.wide, bool(problem.narrow))
+    for name, error in (("output", 1e-5), ("narrow", 2.0**-11)):
+        if name in held:
+            np.testing.assert_allclose(held[name], want, rtol=0, atol=error * np.abs(want).max())
 
 
 def test_accesses_have_sixteen_bytes_at_most() -> None:
@@ -103,8 +110,10 @@ def test_accesses_have_sixteen_bytes_at_most() -> None:
     assert {c.lanes for c in rows.candidates(PLAIN, GPU)} == {4}
     assert (
         rows.refuse(replace(PLAIN, narrow="int8"), rows.Config(8, 3, 4, 64))
-        == "only results of 16-bit rows are quantized"
+        == "results of 16-bit rows are quantized, those of fp32 rows converted to fp16"
     )
+    narrow = replace(WIDENED, widened=False, narrow="float16")
+    assert "those of fp32 rows converted to fp16" in str(rows.refuse(narrow, rows.Config(4, 3, 8, 64)))
 
 
 def test_a_row_has_twice_the_bytes() -> None:

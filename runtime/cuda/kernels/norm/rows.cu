@@ -10,8 +10,8 @@
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
 // output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of
 // an image share factors, and with HAS_SHIFT shifts, after the norm); ROOT (an epsilon is added to the deviation), UNCENTERED (layer norm:
-// the mean is not subtracted); BYTES (the input is 8-bit integers, INPUT_UNSIGNED or not, which are dequantized first); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's
-// type; WIDENED: in fp32).
+// the mean is not subtracted); BYTES (the input is 8-bit integers, INPUT_UNSIGNED or not, which are dequantized first); NARROW (the result is stored as 1: 8-bit integers, 2: fp8, 3: fp16) and HAS_OUTPUT (it is stored in the
+// input's type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
 
@@ -168,8 +168,22 @@ DEVICE Vector input_vector(const Params& p, long long at) {
 #endif
 }
 
+#if NARROW == 3
+// Stores LANES fp32 results as fp16.
+DEVICE void store_narrow(const Params& p, long long at, const float (&x)[LANES]) {
+    u16* const to = reinterpret_cast<u16*>(p.narrow) + at;
+    u32 word[(LANES + 1) / 2];
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 2) word[i / 2] = pack2(x[i], i + 1 < LANES ? x[i + 1] : 0.0f);
+    if constexpr (LANES == 4) *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[LANES / 4]);
+    else if constexpr (LANES == 2) *reinterpret_cast<u32*>(to) = word[0];
+    else *to = u16(word[0]);
+}
+#else
 // Stores LANES bytes of the result, equal to the quantized result of the input's type.
-DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
+DEVICE void store_narrow(const Params& p, long long offset, const float (&floats)[LANES]) {
+    u8* const at = p.narrow + offset;
+    const Vector x = vector_of(floats);
     u32 word[(LANES + 3) / 4];
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
@@ -187,6 +201,7 @@ DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
     else
         *at = u8(word[0]);
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ Params p) {
     grid_launch_dependents();
@@ -325,12 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
 #endif
             y[i] = value;
         }
-        const Vector packed = vector_of(y);
 #if WIDENED
         store_floats(p.output + start + column, y);
 #else
-        if (HAS_OUTPUT) put_vector(p.output + start + column, packed);
+        if (HAS_OUTPUT) put_vector(p.output + start + column, vector_of(y));
 #endif
-        if (NARROW) store_narrow(p, p.narrow + (long long)row * p.length + column, packed);
+        if (NARROW) store_narrow(p, (long long)row * p.length + column, y);
     }
 }

@@ -1,0 +1,229 @@
+"""Bounds of magnitudes that hold for all finite inputs of a network.
+
+A normalization bounds its results whatever it reads: no element of a normalized row of n numbers exceeds sqrt(n), and the row's
+length is sqrt(n) at most. From there bounds pass through products with constant weights (Cauchy-Schwarz: a row's length times a
+column's), activations, attention (an average of the values) and additions. Values that depend on an input in another way have no
+bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.base import Stage
+from optdnn.passes.support.facts import VIEWS, scalar
+from optdnn.types import Array, is_float, normalize_axis
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``most``: of the magnitudes of all elements. ``length``: of the Euclidean norm of each vector along the last axis."""
+
+    most: float
+    length: float
+
+    def scaled(self, factor: float) -> Bound:
+        return Bound(self.most * factor, self.length * factor)
+
+    def __add__(self, other: Bound) -> Bound:
+        return Bound(self.most + other.most, self.length + other.length)
+
+    def __mul__(self, other: Bound) -> Bound:
+        if self.most == 0 or other.most == 0:
+            return Bound(0.0, 0.0)
+        return Bound(self.most * other.most, min(self.most * other.length, self.length * other.most))
+
+
+def magnitudes(graph: Graph) -> dict[Value, Bound]:
+    """The bound of each floating-point value that has one."""
+    found: dict[Value, Bound] = {}
+    for op in graph.order():
+        if op.kind in STRUCTURAL and op.kind != "Constant":
+            continue
+        for value in op.values:
+            t = graph.type(value)
+            bound = _of(graph, op, value, found) if is_float(t.dtype) and t.shape is not None else None
+            if bound is not None and math.isfinite(bound.most):
+                width = t.dims[-1] if t.dims else 1
+                within = bound.most * math.sqrt(width) if isinstance(width, int) else math.inf
+                found[value] = Bound(bound.most, min(bound.length, within))
+    return found
+
+
+def _of(graph: Graph, op: Op, value: Value, found: Mapping[Value, Bound]) -> Bound | None:
+    array = graph.constant_value(value)
+    if array is not None:
+        return _constant(array)
+    own = OPERATORS.get(op.kind)
+    if op.kind == "Pointwise":
+        return _stages(graph, op, _operand(graph, op, op.inputs[0], found), found)
+    if own is None:
+        return _stage(graph, op, Stage(op.kind, tuple(range(len(op.inputs))), op.attrs), [], found)
+    if getattr(op.attrs, "prologue", ()):
+        return None
+    bound = own(graph, op, found)
+    stages: Sequence[Stage] = getattr(op.attrs, "epilogue", ())
+    return _stages(graph, op, bound, found) if stages else bound
+
+
+def _constant(array: Array) -> Bound | None:
+    if not array.size or not np.isfinite(array).all():
+        return None
+    lengths = np.sqrt(np.einsum("...i,...i", *[np.atleast_1d(array).astype(np.float64)] * 2))
+    return Bound(float(np.abs(array).max()), float(lengths.max()))
+
+
+# ---------------------------------------------------------------- pointwise operators
+
+
+def _operand(graph: Graph, op: Op, value: Value | None, found: Mapping[Value, Bound]) -> Bound | None:
+    """The bound of an operand that is broadcast to the result."""
+    bound = None if value is None else found.get(value)
+    if bound is None or value is None:
+        return None
+    along = graph.type(value).dims[-1:] == graph.type(op.value).dims[-1:]
+    return bound if along else Bound(bound.most, math.inf)
+
+
+def _stages(graph: Graph, op: Op, first: Bound | None, found: Mapping[Value, Bound]) -> Bound | None:
+    """The bound after the stages of an op, whose own result has the bound ``first``."""
+    registers = [first]
+    for stage in op.attrs.epilogue:
+        registers.append(_stage(graph, op, stage, registers, found))
+    return registers[-1]
+
+
+def _stage(
+    graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None], found: Mapping[Value, Bound]
+) -> Bound | None:
+    def value(a: int | None) -> Value | None:
+        return None if a is None or a < 0 else op.inputs[a]
+
+    def bound(a: int | None) -> Bound | None:
+        return registers[~a] if a is not None and a < 0 else _operand(graph, op, value(a), found)
+
+    given, attrs = [bound(a) for a in stage.args], stage.attrs
+    match stage.kind:
+        case "Sigmoid" | "HardSigmoid" | "Tanh" | "Erf" | "Softsign" | "Sin" | "Cos" | "Sign":
+            return Bound(1.0, math.inf)
+        case "Clip":
+            return _clipped(given[0], [scalar(graph, value(a)) for a in stage.args[1:]])
+        case "Relu" | "Gelu" | "HardSwish" | "Mish" | "Abs" | "Neg" | "Identity" | "Cast":
+            return given[0]
+        case "Swish" if attrs.alpha > 0:
+            return given[0]
+        case "LeakyRelu":
+            return None if given[0] is None else given[0].scaled(max(1.0, abs(attrs.alpha)))
+        case "Elu":
+            return None if given[0] is None else given[0] + Bound(abs(attrs.alpha), math.inf)
+        case "Add" | "Sub" if None not in given:
+            return given[0] + given[1]  # type: ignore[operator]
+        case "Mul" if None not in given:
+            return given[0] * given[1]  # type: ignore[operator]
+        case "Div" if given[0] is not None and (by := scalar(graph, value(stage.args[1]))):
+            return given[0].scaled(1 / abs(by))
+    return None
+
+
+def _clipped(given: Bound | None, ends: Sequence[float | None]) -> Bound | None:
+    if len(ends) == 2 and None not in ends:
+        most = max(abs(e) for e in ends if e is not None)
+        return Bound(most, math.inf) if given is None or most < given.most else given
+    return None if given is None or any(e is None or e for e in ends) else given  # an end at 0 only shortens the range
+
+
+# ---------------------------------------------------------------- other operators
+
+
+def _first(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    """Moves, repeats or averages elements of operand 0, or selects some."""
+    bound = found.get(op.inputs[0])  # type: ignore[arg-type]
+    if bound is None:
+        return None
+    before, after = (graph.type(v).dims for v in (op.inputs[0], op.value))  # type: ignore[arg-type]
+    kept = op.kind in ("Identity", "Reshape", "Slice", "Split") and before[-1:] == after[-1:]
+    kept = kept or (op.kind == "Transpose" and op.attrs.perm is not None and op.attrs.perm[-1] == len(before) - 1)
+    return bound if kept else Bound(bound.most, math.inf)
+
+
+def _concat(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    bounds = [found.get(v) for v in op.inputs if v is not None]
+    return None if None in bounds else Bound(max(b.most for b in bounds if b is not None), math.inf)
+
+
+def _pad(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    bound, number = _first(graph, op, found), op.input(2)
+    by = 0.0 if number is None or op.attrs.mode != "constant" else scalar(graph, number)
+    return None if bound is None or by is None else Bound(max(bound.most, abs(by)), math.inf)
+
+
+def _norm(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    """LayerNormalization and RMSNormalization."""
+    dims = graph.type(op.value).dims
+    own = [d for d in dims[normalize_axis(op.attrs.axis, len(dims)) :] if isinstance(d, int)]
+    if normalize_axis(op.attrs.axis, len(dims)) + len(own) < len(dims):
+        return None
+    most = math.sqrt(math.prod(own))
+    length = most if len(own) == 1 else math.inf
+    for slot, absent in ((1, 1.0), (2, 0.0)):
+        value = op.input(slot)
+        bound = Bound(absent, math.inf) if value is None else found.get(value)
+        if bound is None:
+            return None
+        if slot == 1:
+            most, length = most * bound.most, length * bound.most
+        elif value is not None:
+            most, length = most + bound.most, length + bound.length
+    return Bound(most, length)
+
+
+def _unit(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    return Bound(1.0, math.inf)
+
+
+def _attention(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    """Averages of values."""
+    bound = found.get(op.inputs[2])  # type: ignore[arg-type]
+    return None if bound is None or len(op.inputs) > 4 or len(op.outputs) > 1 else bound
+
+
+def _product(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+    """Rows times a constant matrix, or a constant matrix times columns."""
+    first = graph.constant_value(op.inputs[0])
+    if first is not None and op.kind == "MatMul":
+        bound = found.get(op.inputs[1])  # type: ignore[arg-type]
+        return None if bound is None else Bound(bound.most * float(np.abs(first).sum(-1, np.float64).max()), math.inf)
+    bound, weight = found.get(op.inputs[0]), graph.constant_value(op.inputs[1])  # type: ignore[arg-type]
+    if bound is None or weight is None or weight.ndim != 2 or getattr(op.attrs, "transA", False):
+        return None
+    matrix = weight.T if getattr(op.attrs, "transB", False) else weight
+    squares = np.einsum("ij,ij->j", matrix, matrix, dtype=np.float64)
+    made = Bound(bound.length * math.sqrt(squares.max()), bound.length * math.sqrt(squares.sum()))
+    if op.kind == "MatMul":
+        return made
+    made, added = made.scaled(abs(op.attrs.alpha)), op.input(2)
+    more = Bound(0.0, 0.0) if added is None else found.get(added)
+    return None if more is None else made + more.scaled(abs(op.attrs.beta))
+
+
+OPERATORS: Mapping[str, Callable[[Graph, Op, Mapping[Value, Bound]], Bound | None]] = {
+    **dict.fromkeys(
+        (*VIEWS, "AveragePool", "DepthToSpace", "Expand", "Gather", "GatherElements", "GlobalAveragePool"), _first
+    ),
+    **dict.fromkeys(("GlobalMaxPool", "Identity", "MaxPool", "ReduceMax", "ReduceMean", "ReduceMin", "Slice"), _first),
+    **dict.fromkeys(("SpaceToDepth", "Split", "Tile"), _first),
+    "Attention": _attention,
+    "Concat": _concat,
+    "Gemm": _product,
+    "LayerNormalization": _norm,
+    "MatMul": _product,
+    "Pad": _pad,
+    "RMSNormalization": _norm,
+    "Softmax": _unit,
+}
+"""Kind -> the bound of its result, before its stages."""

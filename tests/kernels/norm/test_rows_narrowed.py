@@ -1,0 +1,50 @@
+"""Norms of fp32 rows that store fp16, alone or beside fp32: products in tf32 read the fp16 rows."""
+
+from __future__ import annotations
+
+import pytest
+from support.net import Net
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, lowered, refusals, tactics
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.norm import LayerNormAttrs
+
+KINDS = ("LayerNormalization", "RMSNormalization")
+
+
+def layer(kind: str, *, added: bool, read: bool, width: int = 96) -> Graph:
+    """A norm (of a sum, if it is ``added``) and a product of its rows. ``read``: the norm's result is also added to the product's."""
+    n = Net()
+    x = n.input(2, 12, width)
+    x = n.op("Add", x, n.input(2, 12, width, name="y")) if added else x
+    shift = [n.random(width)] if kind == "LayerNormalization" else []
+    y = n.op(kind, x, n.positive(width), *shift, attrs=LayerNormAttrs(-1, 1e-3))
+    z = n.op("MatMul", y, n.random(width, width, scale=0.2))
+    return n.done(n.op("Add", z, y) if read else z, *([x] if added else []))
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_launch(kind: str, added: bool, read: bool) -> None:
+    program = check_simulated(layer(kind, added=added, read=read), "tf32")
+    assert tactics(program, "Add" if added else kind)[0] == ("add_norm_narrowed" if added else "rows_narrowed")
+    assert len(program.steps) == 2
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("added", [False, True])
+def test_other_precisions_convert_nothing(precision: str, added: bool) -> None:
+    program = lowered(layer(KINDS[0], added=added, read=False), precision)
+    name, what = ("add_norm_narrowed", "normalized sum") if added else ("rows_narrowed", "result")
+    assert any(f"converts {'the' if added else 'its'} {what} to fp16" in r for r in refusals(program, name))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("width", [96, 768, 1032])
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str, added: bool, read: bool, width: int) -> None:
+    checked_launches(layer(kind, added=added, read=read, width=width), "tf32", 2e-3)
