@@ -21,6 +21,7 @@ from optdnn.passes.support.facts import VIEWS, is_pointwise, operand
 from optdnn.passes.support.guards import Guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.magnitudes import Bound, magnitudes
+from optdnn.passes.support.precision import key
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BOOL, FP16, FP32, Array, is_float
 
@@ -51,7 +52,9 @@ class HalfFactors(Pass):
         if not found or (TargetName.parse(context.target).arch or HOPPER) != HOPPER:
             return
         chosen = _Choice(graph, magnitudes(graph)).of(found, report)
-        _Rewrite(graph, chosen).run()
+        converted = _Rewrite(graph, chosen).run()
+        if context.precision_log is not None:
+            context.precision_log.converted |= {key(graph.op(i)) for i in converted}
         report.fired += [Fired("half_factors", node_names([op])) for op in chosen.values()]
 
 
@@ -210,7 +213,8 @@ class _Rewrite:
         self.casts: dict[Value, Value] = {}
         """The result of a norm or a pointwise op -> the same in fp16."""
 
-    def run(self) -> None:
+    def run(self) -> set[int]:
+        """Returns the ids of the pointwise ops that compute in fp32 and store fp16."""
         stored = {}
         for op in self.graph.order():
             if op.id in self.chosen:
@@ -227,13 +231,13 @@ class _Rewrite:
                 name, stored[op.id] = f"{op.outputs[0].name}.float16", ""
                 cast = self.graph.add("Cast", [op.value], CastAttrs(FP16), names=[name], src=op.src)
                 self.casts[op.value] = cast.value
-        in_registers(self.graph, Guards(stored))
+        return in_registers(self.graph, Guards(stored))
 
     def _attention(self, op: Op, inputs: list[Value | None]) -> Op:
         mask = None if len(inputs) < 4 else self.graph.constant_value(inputs[3])
         if mask is not None and is_float(mask.dtype):
             inputs[3] = self._constant(inputs[3], mask)
-        attrs = replace(op.attrs, factors="")
+        attrs = replace(op.attrs, factors="fp16")
         return replace(op, inputs=tuple(inputs), attrs=attrs, outputs=(_narrowed(op.outputs[0]),))
 
     def _product(self, op: Op, inputs: list[Value | None]) -> Op:
@@ -254,7 +258,7 @@ class _Rewrite:
         elif op.value in self.half:
             own.append(Stage("Cast", (-1 - by - len(own),), CastAttrs(FP16)))
         out = _narrowed(op.outputs[0]) if op.value in self.half else op.outputs[0]
-        attrs = replace(op.attrs, factors="", epilogue=(*stages, *own))
+        attrs = replace(op.attrs, factors="fp16", epilogue=(*stages, *own))
         return replace(op, inputs=tuple(inputs), attrs=attrs, outputs=(out,))
 
     def _constant(self, value: Value | None, array: Array) -> Value:

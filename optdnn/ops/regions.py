@@ -138,8 +138,8 @@ class HeldAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class QuantizedAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and the parameters that convert its result ``which`` to 8 bits ("Quantized") or
-    fp16 ("Narrowed").
+    """The operator ``of`` with its attributes ``own``, and the parameters that convert its result ``which`` to 8 bits ("Quantized")
+    or fp16 ("Narrowed").
 
     The result is rounded to ``through``, multiplied by ``factor``, clipped, rounded and shifted by ``zero``. ``kept``: the result
     after rounding to ``through`` is a result, too. Results of ``of`` before it come first.

@@ -218,7 +218,7 @@ def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
             continue
         declared = structural(graph, op)
         emulated = declared in QUANTIZED and _on_eight_bits(graph, op) is None
-        if emulated or (declared == "tf32" and not op.src & set(rounded)):
+        if emulated or (getattr(op.attrs, "factors", "") == "tf32" and not op.src & set(rounded)):
             found[key(op)] = _FLOATS.get(op.outputs[0].type.dtype, "fp32")
     return found
 
@@ -238,8 +238,8 @@ def structural(graph: Graph, op: Op) -> str | None:
         if users and all(u.kind == "QuantizeLinear" for u in users):
             stored = graph.op(data[0]).inputs[0]
             return _EIGHT.get(graph.type(stored).dtype)  # type: ignore[arg-type]
-    if getattr(op.attrs, "factors", "") == "tf32":
-        return "tf32"
+    if getattr(op.attrs, "factors", "") in ("tf32", "fp16"):
+        return "tf32"  # fp16 factors have the same significant bits
     return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
 
 

@@ -66,7 +66,7 @@ def test_a_perceptron_stores_fp16_between_its_products_and_adds_its_residual_in_
     assert stages(second) == ["Cast", "Add", "Add"]
     assert [op.outputs[0].type.dtype for op in (first, second)] == [FP16, FP32]
     assert {graph.type(v).dtype for op in (first, second) for v in op.inputs[:2]} == {FP16}  # type: ignore[arg-type]
-    assert not any(op.attrs.factors for op in (first, second))
+    assert [op.attrs.factors for op in (first, second)] == ["fp16", "fp16"]
     (cast,) = of_kind(graph, "Cast")
     assert graph.op(cast.inputs[0]).kind == "LayerNormalization"  # type: ignore[arg-type]
 
