@@ -146,6 +146,7 @@ def test_other_additions_are_pointwise() -> None:
         "an operand is broadcast",
         "no group normalization is the only reader of the sum",
         "it is not the only reader of a normalization of rows",
+        "nothing converts the normalized sum to fp16",
         "nothing quantizes the normalized sum",
         "it is not the sum of an image and a group normalization without other readers",
         "it reads no rows that are gathered for it alone",
