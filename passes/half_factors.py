@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
@@ -20,15 +21,16 @@ from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, no
 from optdnn.passes.support.facts import VIEWS, is_pointwise, operand
 from optdnn.passes.support.guards import Guards
 from optdnn.passes.support.in_registers import in_registers
-from optdnn.passes.support.magnitudes import Bound, magnitudes
+from optdnn.passes.support.magnitudes import magnitudes
 from optdnn.passes.support.precision import key
+from optdnn.passes.support.rounded_constants import RoundedConstants
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BOOL, FP16, FP32, Array, is_float
 
 MOST, LEAST = 6e4, 0.25
 """Bounds of rows. If no element can reach the second one, many may be below fp16's normal numbers, which begin at 2^-14."""
-LOST = 2.0**-11
-"""The part of a column's length that rounding of weights with 11 bits loses at most."""
+LEAST_WEIGHT = 2.0**-14
+"""The least root mean square of a column of weights: smaller numbers of fp16 have fewer than 11 bits."""
 UNIT = 8
 """Rows of 16-bit floats have a multiple of so many elements: 16 bytes."""
 LOST_OF_MASK = 2.0**-9
@@ -51,8 +53,8 @@ class HalfFactors(Pass):
         ]
         if not found or (TargetName.parse(context.target).arch or HOPPER) != HOPPER:
             return
-        chosen = _Choice(graph, magnitudes(graph)).of(found, report)
-        converted = _Rewrite(graph, chosen).run()
+        chosen = _Choice(graph).of(found, report)
+        converted = _Rewrite(graph, chosen, context.kept).run()
         if context.precision_log is not None:
             context.precision_log.converted |= {key(graph.op(i)) for i in converted}
         report.fired += [Fired("half_factors", node_names([op])) for op in chosen.values()]
@@ -65,8 +67,8 @@ def _is_fp32(graph: Graph, op: Op) -> bool:
 class _Choice:
     """Which products and attentions read fp16."""
 
-    def __init__(self, graph: Graph, bounds: Mapping[Value, Bound]):
-        self.graph, self.bounds = graph, bounds
+    def __init__(self, graph: Graph):
+        self.graph, self.bounds = graph, magnitudes(graph)
         self.chosen: dict[int, Op] = {}
 
     def of(self, found: list[Op], report: PassReport) -> dict[int, Op]:
@@ -170,9 +172,10 @@ def _unfit_product(graph: Graph, op: Op) -> str | None:
     sizes = graph.type(op.value).dims[-1:] if first else (columns, depth)
     if any(not isinstance(size, int) or size % UNIT for size in sizes):
         return f"its {' or '.join(map(str, sizes))} elements in a row are not a multiple of {UNIT}"
-    lost = weight - weight.astype(FP16).astype(FP32)
-    lengths = [np.sqrt(np.einsum("ij,ij->i" if transposed else "ij,ij->j", m, m)) for m in (weight, lost)]
-    if not np.isfinite(lengths[0]).all() or (lengths[1] > LOST * lengths[0]).any():
+    lengths = np.sqrt(np.einsum("ij,ij->i" if transposed else "ij,ij->j", weight, weight))
+    if not lengths.max(initial=0.0) <= MOST:
+        return f"its weights are not within {MOST:.0f}"
+    if ((lengths > 0) & (lengths < LEAST_WEIGHT * np.sqrt(depth))).any():
         return "fp16 rounds some of its weights more than tf32 does"
     return None
 
@@ -200,8 +203,8 @@ def _unfit_attention(graph: Graph, op: Op) -> str | None:
 class _Rewrite:
     """Lets the chosen ops read fp16, and store fp16 what only they read."""
 
-    def __init__(self, graph: Graph, chosen: Mapping[int, Op]):
-        self.graph, self.chosen = graph, chosen
+    def __init__(self, graph: Graph, chosen: Mapping[int, Op], kept: ConstantCache):
+        self.graph, self.chosen, self.constants = graph, chosen, RoundedConstants(kept)
         self.gates = {op.id: other.value for op in chosen.values() if (other := gate(graph, op)) is not None}
         """Product -> the result of the other product of its gated unit."""
         self.half = {*self.gates.values()}
@@ -263,7 +266,8 @@ class _Rewrite:
 
     def _constant(self, value: Value | None, array: Array) -> Value:
         assert value is not None
-        return self.graph.add_constant(array.astype(FP16), f"{self.graph.output(value).name}.float16")
+        rounded = self.constants.rounded(array, FP16)[1]  # weights fit; the least numbers of a mask saturate
+        return self.graph.add_constant(rounded, f"{self.graph.output(value).name}.float16")
 
 
 def _narrowed(out: Output) -> Output:

@@ -39,26 +39,43 @@ class Bound:
         return Bound(self.most * other.most, min(self.most * other.length, self.length * other.most))
 
 
-def magnitudes(graph: Graph) -> dict[Value, Bound]:
-    """The bound of each floating-point value that has one."""
-    found: dict[Value, Bound] = {}
+class Bounds:
+    """The bounds of a graph's computed values, and those of constants, which are found when they are asked for."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._found: dict[Value, Bound | None] = {}
+
+    def get(self, value: Value | None) -> Bound | None:
+        """The bound of a value; None if it has none."""
+        if value is None:
+            return None
+        if value not in self._found and (array := self.graph.constant_value(value)) is not None:
+            self._found[value] = _constant(array)
+        return self._found.get(value)
+
+    def put(self, value: Value, bound: Bound | None) -> None:
+        """Note a bound. The length is at most that of a vector of the largest elements."""
+        if bound is not None and math.isfinite(bound.most):
+            width = self.graph.type(value).dims[-1:] or (1,)
+            within = bound.most * math.sqrt(width[0]) if isinstance(width[0], int) else math.inf
+            self._found[value] = Bound(bound.most, min(bound.length, within))
+
+
+def magnitudes(graph: Graph) -> Bounds:
+    """The bounds of the floating-point values that have one."""
+    found = Bounds(graph)
     for op in graph.order():
-        if op.kind in STRUCTURAL and op.kind != "Constant":
-            continue
-        for value in op.values:
-            t = graph.type(value)
-            bound = _of(graph, op, value, found) if is_float(t.dtype) and t.shape is not None else None
-            if bound is not None and math.isfinite(bound.most):
-                width = t.dims[-1] if t.dims else 1
-                within = bound.most * math.sqrt(width) if isinstance(width, int) else math.inf
-                found[value] = Bound(bound.most, min(bound.length, within))
+        results = (
+            () if op.kind in STRUCTURAL else op.values if op.kind == "Split" else op.values[:1]
+        )  # others: statistics
+        for value in results:
+            if is_float(graph.type(value).dtype) and graph.type(value).shape is not None:
+                found.put(value, _of(graph, op, found))
     return found
 
 
-def _of(graph: Graph, op: Op, value: Value, found: Mapping[Value, Bound]) -> Bound | None:
-    array = graph.constant_value(value)
-    if array is not None:
-        return _constant(array)
+def _of(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     own = OPERATORS.get(op.kind)
     if op.kind == "Pointwise":
         return _stages(graph, op, _operand(graph, op, op.inputs[0], found), found)
@@ -81,16 +98,16 @@ def _constant(array: Array) -> Bound | None:
 # ---------------------------------------------------------------- pointwise operators
 
 
-def _operand(graph: Graph, op: Op, value: Value | None, found: Mapping[Value, Bound]) -> Bound | None:
+def _operand(graph: Graph, op: Op, value: Value | None, found: Bounds) -> Bound | None:
     """The bound of an operand that is broadcast to the result."""
-    bound = None if value is None else found.get(value)
+    bound = found.get(value)
     if bound is None or value is None:
         return None
     along = graph.type(value).dims[-1:] == graph.type(op.value).dims[-1:]
     return bound if along else Bound(bound.most, math.inf)
 
 
-def _stages(graph: Graph, op: Op, first: Bound | None, found: Mapping[Value, Bound]) -> Bound | None:
+def _stages(graph: Graph, op: Op, first: Bound | None, found: Bounds) -> Bound | None:
     """The bound after the stages of an op, whose own result has the bound ``first``."""
     registers = [first]
     for stage in op.attrs.epilogue:
@@ -98,9 +115,7 @@ def _stages(graph: Graph, op: Op, first: Bound | None, found: Mapping[Value, Bou
     return registers[-1]
 
 
-def _stage(
-    graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None], found: Mapping[Value, Bound]
-) -> Bound | None:
+def _stage(graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None], found: Bounds) -> Bound | None:
     def value(a: int | None) -> Value | None:
         return None if a is None or a < 0 else op.inputs[a]
 
@@ -140,29 +155,29 @@ def _clipped(given: Bound | None, ends: Sequence[float | None]) -> Bound | None:
 # ---------------------------------------------------------------- other operators
 
 
-def _first(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _first(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     """Moves, repeats or averages elements of operand 0, or selects some."""
-    bound = found.get(op.inputs[0])  # type: ignore[arg-type]
+    bound = found.get(op.inputs[0])
     if bound is None:
         return None
-    before, after = (graph.type(v).dims for v in (op.inputs[0], op.value))  # type: ignore[arg-type]
+    before, after = (graph.type(v).dims for v in (op.inputs[0], op.value))
     kept = op.kind in ("Identity", "Reshape", "Slice", "Split") and before[-1:] == after[-1:]
     kept = kept or (op.kind == "Transpose" and op.attrs.perm is not None and op.attrs.perm[-1] == len(before) - 1)
     return bound if kept else Bound(bound.most, math.inf)
 
 
-def _concat(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _concat(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     bounds = [found.get(v) for v in op.inputs if v is not None]
     return None if None in bounds else Bound(max(b.most for b in bounds if b is not None), math.inf)
 
 
-def _pad(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _pad(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     bound, number = _first(graph, op, found), op.input(2)
     by = 0.0 if number is None or op.attrs.mode != "constant" else scalar(graph, number)
     return None if bound is None or by is None else Bound(max(bound.most, abs(by)), math.inf)
 
 
-def _norm(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _norm(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     """LayerNormalization and RMSNormalization."""
     dims = graph.type(op.value).dims
     own = [d for d in dims[normalize_axis(op.attrs.axis, len(dims)) :] if isinstance(d, int)]
@@ -182,23 +197,23 @@ def _norm(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
     return Bound(most, length)
 
 
-def _unit(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _unit(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     return Bound(1.0, math.inf)
 
 
-def _attention(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _attention(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     """Averages of values."""
-    bound = found.get(op.inputs[2])  # type: ignore[arg-type]
+    bound = found.get(op.inputs[2])
     return None if bound is None or len(op.inputs) > 4 or len(op.outputs) > 1 else bound
 
 
-def _product(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None:
+def _product(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     """Rows times a constant matrix, or a constant matrix times columns."""
     first = graph.constant_value(op.inputs[0])
     if first is not None and op.kind == "MatMul":
-        bound = found.get(op.inputs[1])  # type: ignore[arg-type]
+        bound = found.get(op.inputs[1])
         return None if bound is None else Bound(bound.most * float(np.abs(first).sum(-1, np.float64).max()), math.inf)
-    bound, weight = found.get(op.inputs[0]), graph.constant_value(op.inputs[1])  # type: ignore[arg-type]
+    bound, weight = found.get(op.inputs[0]), graph.constant_value(op.inputs[1])
     if bound is None or weight is None or weight.ndim != 2 or getattr(op.attrs, "transA", False):
         return None
     matrix = weight.T if getattr(op.attrs, "transB", False) else weight
@@ -211,7 +226,7 @@ def _product(graph: Graph, op: Op, found: Mapping[Value, Bound]) -> Bound | None
     return None if more is None else made + more.scaled(abs(op.attrs.beta))
 
 
-OPERATORS: Mapping[str, Callable[[Graph, Op, Mapping[Value, Bound]], Bound | None]] = {
+OPERATORS: Mapping[str, Callable[[Graph, Op, Bounds], Bound | None]] = {
     **dict.fromkeys(
         (*VIEWS, "AveragePool", "DepthToSpace", "Expand", "Gather", "GatherElements", "GlobalAveragePool"), _first
     ),

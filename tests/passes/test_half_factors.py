@@ -182,11 +182,17 @@ def _tiny_weights(n: Net) -> Value:
     return n.op("MatMul", normed(n)[1], n.random(32, 24, scale=1e-6))
 
 
+def _huge_weights(n: Net) -> Value:
+    made: Value = n.op("MatMul", normed(n)[1], n.random(32, 24, scale=1e5))
+    return made
+
+
 REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
     "an input": (lambda n: product(n, n.input(6, 32)), "x has no known bound"),
     "huge": (lambda n: product(n, normed(n, scale=1e5)[1]), "fp16 is exact for bounds from 0.25 to 60000"),
     "tiny": (lambda n: product(n, normed(n, scale=1e-4)[1]), "fp16 is exact for bounds from 0.25 to 60000"),
     "tiny weights": (_tiny_weights, "fp16 rounds some of its weights more than tf32 does"),
+    "huge weights": (_huge_weights, "its weights are not within 60000"),
     "columns": (lambda n: product(n, normed(n)[1], 20), "are not a multiple of 8"),
     "terms": (lambda n: product(n, normed(n, width=36)[1]), "are not a multiple of 8"),
     "computed": (_computed, "none of its factors is a constant matrix"),
