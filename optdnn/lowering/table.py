@@ -238,7 +238,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (QuantizedRows(), NarrowedRows(), ActivatedRows(), RowsOnce(), WidenedRows(), RowsGrid(), Rows())),
+    **dict.fromkeys(
+        OPERATIONS, (QuantizedRows(), NarrowedRows(), ActivatedRows(), RowsOnce(), WidenedRows(), RowsGrid(), Rows())
+    ),
     "LayerNormalization": (*_NORMS, FlatRows(), RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),

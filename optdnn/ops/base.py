@@ -61,8 +61,8 @@ class ProductAttrs(Attrs):
     """Attributes of a kind that multiplies its operands.
 
     ``factors``: the type that fp32 operands may be rounded to before they are multiplied ("tf32"; "": no rounding), which only
-    assign_precision decides; "fp16" if they are stored in fp16 in place of tf32 (half_factors); or "float" for an operand that is not a weight in the model and must not be quantized: the matrix of a
-    Fourier transform.
+    assign_precision decides; "fp16" if they are stored in fp16 in place of tf32 (half_factors); or "float" for an operand that is
+    not a weight in the model and must not be quantized: the matrix of a Fourier transform.
     """
 
     factors: str = field(default="", kw_only=True)

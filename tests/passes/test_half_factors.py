@@ -245,6 +245,17 @@ def test_other_builds_are_untouched(precision: str, target: str) -> None:
     check_untouched(HalfFactors(), graph, context)
 
 
+def test_an_adaptive_norm_stores_fp16_in_one_launch() -> None:
+    n = Net()
+    x, y = normed(n)
+    scale, shift = (n.op("Tanh", product(n, n.input(2, 1, 32, name=name), 32)) for name in "st")
+    y = n.op("Add", n.op("Mul", y, n.op("Add", scale, 1.0)), shift)
+    program = check_simulated(n.done(n.op("Add", product(n, y, 32), x)), "tf32")
+    assert "rows_modulated" in tactics(program)
+    assert kinds(program).count("ActivatedNorm") == 1
+    assert "Cast" not in kinds(program)
+
+
 def test_the_launches_of_a_transformer_layer() -> None:
     """The norm stores fp16, products and attention are those of fp16, and nothing is converted by a launch of its own."""
     program = check_simulated(attention(Net()), "tf32")

@@ -1,4 +1,4 @@
-"""The activation, or the conversion to fp32, after a normalization: the normalization's kernel can compute it, too."""
+"""The activation, or the conversion to another type, after a normalization: the normalization's kernel can compute it, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.tactic import ProblemTactic, Region, TakesAfter
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
-from optdnn.types import BF16, FP16, FP32
+from optdnn.types import BF16, FP16, FP32, TensorType
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class NormOutput:
     def region(self) -> Region:
         """All operators of the launch."""
         return Region(self.norm) if self.last is self.norm else Region(self.norm, after=(self.last,))
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether the norm is fp32, and the result fp16."""
+        return self.norm.outputs[0].type.dtype == FP32 and self.last.outputs[0].type.dtype == FP16
 
     @property
     def covers(self) -> Op:
@@ -58,21 +63,31 @@ class NormOutput:
         return stage_operands(b, self.epilogue, moments)
 
 
-def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
+def without_narrowing(stages: Sequence[Stage], before: TensorType, after: TensorType) -> Sequence[Stage]:
+    """Stages without a last one that converts their fp32 result to fp16."""
+    narrows = before.dtype == FP32 and after.dtype == FP16 and stages and stages[-1].kind == "Cast"
+    return stages[:-1] if narrows else stages
+
+
+def output_of(b: Builder, norm: Op, *, wide: bool = False, halves: bool = False) -> NormOutput:
     """The normalization or softmax, and the pointwise operator after it if that is the only reader and has no tensor operands of its own.
 
-    ``wide``: that operator may convert 16-bit floats to fp32."""
+    ``wide``: that operator may convert 16-bit floats to fp32. ``halves``: its result may be fp16 after a norm of fp32."""
     alone = NormOutput(norm, norm, Epilogue())
     t, user = norm.outputs[0].type, b.graph.sole_user(norm.value)
     if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16, FP32):
         return alone
-    if user.outputs[0].type not in ((t, t.with_dtype(FP32)) if wide else (t,)):
+    types = (t, *([t.with_dtype(FP32)] if wide else []), *([t.with_dtype(FP16)] if halves and t.dtype == FP32 else []))
+    if user.outputs[0].type not in types:
         return alone
     if not user.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
         return alone
     stages = user.attrs.epilogue if user.kind == "Pointwise" else tuple(single(user))
-    given = replace(user, attrs=PointwiseAttrs(epilogue=stages))
+    own = tuple(without_narrowing(stages, t, user.outputs[0].type))
+    given = replace(user, attrs=PointwiseAttrs(epilogue=own))
     found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False, allow_wide=wide)
+    if len(own) < len(stages) and not found.rest:
+        found.stages.append(replace(stages[-1], args=(~len(found.stages),)))
     return alone if found.rest or not found.stages else NormOutput(norm, user, found)
 
 

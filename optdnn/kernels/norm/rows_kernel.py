@@ -137,16 +137,17 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "only a layer norm has a mean"
     if problem.period and not problem.add:
         return "a period needs an addend"
-    if problem.last and (not problem.add or problem.sum or problem.narrow):
+    if problem.last and (not problem.add or problem.sum or (problem.narrow and problem.wide)):
         return "a last addition needs an addend, and its sum must be the only result"
     if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
         return "a norm before the addition needs a norm of the sum, and the sum must be stored"
     early = problem.add and not problem.last
-    if problem.epilogue and (problem.narrow or early):
+    quantized = problem.narrow not in ("", "float16")
+    if problem.epilogue and (quantized or early):
         return "stages after the norm allow no addend before it and no quantization"
     if (problem.residual and not problem.last) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands, except an addend"
-    if problem.modulated is not None and (problem.operation in _SOFTMAX or problem.narrow or early):
+    if problem.modulated is not None and (problem.operation in _SOFTMAX or quantized or early):
         return "factors after the norm allow no addend before it and no quantization"
     if problem.widened and (problem.itemsize != 2 or problem.narrow or problem.sum or not problem.wide):
         return "an fp32 result must be the only result, of 16-bit rows"

@@ -175,6 +175,16 @@ def emit_norm(
     b.emit(covers, made, operands, kind, attrs, reads, writes)
 
 
+def apart_halves(b: Builder, value: Value) -> str | None:
+    """Why fp16 results of fp32 rows do not follow one another at the place of ``value``, or None."""
+    width = b.graph.type(value).static_shape[-1]
+    if width % access(FP16):
+        return f"rows of {width} numbers of fp16 are not a multiple of 16 bytes"
+    if any(not p.dense or p.offset % access(FP16) for p in b.fixed(value)):
+        return "its fp16 result is not contiguous and aligned"
+    return None
+
+
 class FlatRows(RowsOnce):
     """LayerNorm over several last axes of a contiguous tensor: all of them are one row of the kernel."""
 
@@ -208,19 +218,19 @@ class FlatRows(RowsOnce):
 
 
 class ActivatedRows(TakesAfter, RowsOnce):
-    """A norm or softmax with the activation, the rounding to a grid or the conversion to fp32 after it."""
+    """A norm or softmax with the activation, the rounding to a grid or the conversion to another float type after it."""
 
     name = "rows_activated"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         to = self._output(b, op)
         if to.last is op:
-            return "the only reader of its result is not an activation or a conversion to fp32"
-        return super().refuse(b, op)
+            return "the only reader of its result is not an activation or a conversion of floats"
+        return super().refuse(b, op) or (apart_halves(b, to.value) if to.narrowed else None)
 
     @staticmethod
     def _output(b: Builder, op: Op) -> NormOutput:
-        return output_of(b, op, wide=True)
+        return output_of(b, op, wide=True, halves=True)
 
     def result(self, b: Builder, op: Op) -> Value:
         return self._output(b, op).value
@@ -232,12 +242,14 @@ class ActivatedRows(TakesAfter, RowsOnce):
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """The norm's problem with the stages of the activation and the type of the result."""
         to, problem = self._output(b, op), super().problem(b, op)
-        widened = to.last.outputs[0].type.dtype != op.outputs[0].type.dtype
-        return replace(problem, epilogue=tuple(to.epilogue.rendered), widened=widened)
+        changed = replace(problem, epilogue=tuple(to.epilogue.rendered))
+        if to.narrowed:
+            return replace(changed, narrow="float16", wide=False)
+        return replace(changed, widened=to.last.outputs[0].type.dtype != op.outputs[0].type.dtype)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         to = self._output(b, op)
-        operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}
+        operands = {"input": b.operand(op.inputs[0]), "narrow" if to.narrowed else "output": b.target(to.value)}
         made = rows.launch(self.problem(b, op), config, b.gpu)
         emit_norm(b, to.covers, op, made, operands, *to.meaning(), after=to.operands(b))
 

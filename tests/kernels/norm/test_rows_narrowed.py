@@ -8,7 +8,9 @@ from support.on_gpu import checked_launches
 from support.simulated import check_simulated, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.types import FP16
 
 KINDS = ("LayerNormalization", "RMSNormalization")
 
@@ -48,3 +50,42 @@ def test_other_precisions_convert_nothing(precision: str, added: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(kind: str, added: bool, read: bool, width: int) -> None:
     checked_launches(layer(kind, added=added, read=read, width=width), "tf32", 2e-3)
+
+
+def activated(width: int = 96) -> Graph:
+    """A norm, an activation, and the conversion of its result."""
+    n = Net()
+    y = n.op("Gelu", n.op("LayerNormalization", n.input(2, 12, width), n.positive(width), n.random(width)))
+    return n.done(n.op("Cast", y, attrs=CastAttrs(FP16)))
+
+
+def modulated(width: int = 96, *, activation: bool = False) -> Graph:
+    """A norm with a factor and a shift for each image, and the conversion of its result."""
+    n = Net()
+    y = n.op("LayerNormalization", n.input(2, 12, width), n.positive(width), n.random(width))
+    y = n.op("Add", n.op("Mul", y, n.op("Add", n.input(2, 1, width, name="f"), 1.0)), n.input(2, 1, width, name="s"))
+    return n.done(n.op("Cast", n.op("Gelu", y) if activation else y, attrs=CastAttrs(FP16)))
+
+
+NARROWED = {"activated": activated, "modulated": modulated, "both": lambda width=96: modulated(width, activation=True)}
+TACTICS = {"activated": "rows_activated", "modulated": "rows_modulated", "both": "rows_modulated"}
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_stages_before_the_conversion(name: str) -> None:
+    program = check_simulated(NARROWED[name](), "fp32", tolerance=2e-3)
+    assert len(program.steps) == 1
+    assert TACTICS[name] in tactics(program)
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_rows_of_fp16_that_would_have_gaps_are_converted_apart(name: str) -> None:
+    program = check_simulated(NARROWED[name](100), "fp32", tolerance=2e-3)
+    assert "rows of 100 numbers of fp16 are not a multiple of 16 bytes" in refusals(program, TACTICS[name])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("width", [96, 768, 1032])
+@pytest.mark.parametrize("name", NARROWED)
+def test_stages_before_the_conversion_on_a_gpu(name: str, width: int) -> None:
+    checked_launches(NARROWED[name](width), "fp32", 2e-3)

@@ -126,7 +126,7 @@ def test_norms_without_an_activation_have_none() -> None:
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))
     program = check_simulated(n.done(n.matmul(y, 16), n.op("Gelu", y)))
     assert tactics(program, "RMSNormalization") == ["rows_once"]
-    assert "the only reader of its result is not an activation or a conversion to fp32" in refusals(
+    assert "the only reader of its result is not an activation or a conversion of floats" in refusals(
         program, kind="RMSNormalization"
     )
 

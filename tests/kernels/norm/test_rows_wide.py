@@ -67,6 +67,7 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
             (replace(L2, dtype="float16", widened=True, length=264), rows.Config(64, 1, 8, 64)),
             (replace(PLAIN, narrow="float16"), rows.Config(8, 3, 4, 64)),
             (replace(PLAIN, narrow="float16", wide=False), rows.Config(32, 2, 2, 64)),
+            (replace(PLAIN, narrow="float16", wide=False, epilogue=(("silu",),)), rows.Config(32, 1, 4, 64)),
             (replace(PLAIN, narrow="float16", length=301), rows.Config(64, 5, 1, 64)),
             (WIDENED, rows.Config(4, 3, 8, 64)),
             (replace(WIDENED, length=90), rows.Config(32, 2, 2, 64)),
