@@ -8,7 +8,7 @@ norms stay fp32. A result that only such products and attention read is stored i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -105,7 +105,7 @@ class _Choice:
             if made.kind not in NORMS and not is_pointwise(made) and made.id not in self.chosen:
                 return f"{self.graph.output(path[-1]).name} comes from a {made.kind}, which does not store fp16"
             moved = path[:-1] if made.kind in NORMS else path  # a norm can store both
-            if (wide := next((x for x in moved if not self._narrow(x)), None)) is not None:
+            if (wide := next((x for x in _parts(self.graph, moved) if not self._narrow(x)), None)) is not None:
                 return f"{self.graph.output(wide).name} is read as fp32, too"
         if op.kind == "Attention":
             return None if self._narrow(op.value) else "its result is read as fp32"
@@ -146,7 +146,8 @@ def gate(graph: Graph, op: Op) -> Op | None:
     last = op.attrs.epilogue[-1] if op.kind in PRODUCTS and op.attrs.epilogue else None
     for slot in last.args if last is not None and last.kind == "Mul" else ():
         other = graph.op(operand(op, slot)) if slot is not None and slot >= 0 else op
-        if other != op and other.kind in PRODUCTS and other.inputs[0] == op.inputs[0]:
+        alike = other != op and other.kind in PRODUCTS and other.inputs[0] == op.inputs[0]
+        if alike and graph.sole_user(other.value) == op:
             return other
     return None
 
@@ -157,6 +158,11 @@ def _path(graph: Graph, value: Value) -> list[Value]:
     while graph.op(path[-1]).kind in MOVES:
         path.append(operand(graph.op(path[-1])))
     return path
+
+
+def _parts(graph: Graph, path: Sequence[Value]) -> list[Value]:
+    """These values, and the other results of the views that make them: a view has one type."""
+    return [y for x in path for y in (graph.op(x).values if graph.op(x).kind in MOVES else (x,))]
 
 
 def _unfit_product(graph: Graph, op: Op) -> str | None:
@@ -211,8 +217,7 @@ class _Rewrite:
         """The values that become fp16."""
         for op in chosen.values():
             for slot in _rows(graph, op):
-                for moved in _path(graph, operand(op, slot)):
-                    self.half.update(graph.op(moved).values if graph.op(moved).kind in MOVES else (moved,))
+                self.half.update(_parts(graph, _path(graph, operand(op, slot))))
         self.casts: dict[Value, Value] = {}
         """The result of a norm or a pointwise op -> the same in fp16."""
 

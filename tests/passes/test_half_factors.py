@@ -12,6 +12,7 @@ from support.net import Net
 from support.simulated import check_simulated, kinds, tactics
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.verify import verify
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import SplitAttrs
@@ -150,6 +151,26 @@ def test_a_norm_keeps_fp32_for_other_readers() -> None:
     graph, _ = check_pass(HalfFactors(), assigned(n.done(z)), changes=1, promoted_changes=0, context=GPU)
     (made,) = of_kind(graph, "MatMul")
     assert graph.type(made.inputs[-1]).dtype == FP32  # type: ignore[arg-type]
+
+
+def test_a_split_of_a_norm_has_one_type() -> None:
+    """One part is read by a product, the other one as fp32."""
+    n = Net()
+    _, y = normed(n)
+    a, b = n.op("Split", y, n.ints(16, 16), attrs=SplitAttrs(axis=-1), outputs=2)
+    graph = assigned(n.done(n.op("MatMul", a, weights(n, 16, 16)), n.op("Erf", b)))
+    check_refused(HalfFactors(), graph, because="is read as fp32, too", context=GPU)
+
+
+def test_a_gate_with_other_readers_stays_fp32() -> None:
+    n = Net()
+    _, y = normed(n)
+    a, b = (n.op("MatMul", y, weights(n, 32, 48)) for _ in range(2))
+    y = n.op("MatMul", n.op("Mul", n.op("Tanh", a), b), weights(n, 48, 32))
+    graph = assigned(n.done(y, n.op("ReduceMax", b)))
+    HalfFactors()(graph, GPU)
+    verify(graph)
+    assert not [r for r in graph.of_kind("ReduceMax") if graph.type(r.inputs[0]).dtype != FP32]  # type: ignore[arg-type]
 
 
 def one(make: Callable[[Net], Value]) -> Graph:
