@@ -24,6 +24,7 @@ from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.magnitudes import magnitudes
 from optdnn.passes.support.precision import key
 from optdnn.passes.support.rounded_constants import RoundedConstants
+from optdnn.passes.support.stages import reads_tensor
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BOOL, FP16, FP32, Array, is_float
 
@@ -104,6 +105,8 @@ class _Choice:
             made = self.graph.op(path[-1])
             if made.kind not in NORMS and not is_pointwise(made) and made.id not in self.chosen:
                 return f"{self.graph.output(path[-1]).name} comes from a {made.kind}, which does not store fp16"
+            if made.kind in PRODUCTS and reads_tensor(self.graph, made) and gate(self.graph, made) is None:
+                return f"the launch that makes {self.graph.output(path[-1]).name} reads rows of fp32, and stores the same type"
             moved = path[:-1] if made.kind in NORMS else path  # a norm can store both
             if (wide := next((x for x in _parts(self.graph, moved) if not self._narrow(x)), None)) is not None:
                 return f"{self.graph.output(wide).name} is read as fp32, too"

@@ -173,6 +173,18 @@ def test_a_gate_with_other_readers_stays_fp32() -> None:
     assert not [r for r in graph.of_kind("ReduceMax") if graph.type(r.inputs[0]).dtype != FP32]  # type: ignore[arg-type]
 
 
+def test_a_sum_with_fp32_rows_is_stored_in_fp32() -> None:
+    n = Net()
+    y = product(n, n.op("RMSNormalization", n.input(6, 32), n.positive(32)), 32)
+    graph = assigned(n.done(product(n, n.op("Add", y, n.op("Erf", n.input(6, 32, name="r"))))))
+    report = HalfFactors()(graph, GPU)
+    assert [r.reason.split("makes ")[1] for r in report.refused] == [
+        "Add_4 reads rows of fp32, and stores the same type"
+    ]
+    assert [op.outputs[0].type.dtype for op in of_kind(graph, "MatMul")] == [FP32, FP32]
+    assert report.changes == 1
+
+
 def one(make: Callable[[Net], Value]) -> Graph:
     n = Net()
     return assigned(n.done(make(n)))
