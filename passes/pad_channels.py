@@ -5,6 +5,9 @@ products of 16-bit rows, and convolutions of fp32 on tensor cores also need a mu
 convolutions, pointwise arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions
 and products with constant weights, and go to others. Their weights get the padding, after each group of channels: zero
 filters compute the padding channels, and zero weights read them after the region. No launch is added.
+
+Groups of a convolution are padded to a multiple of 64 channels, the tiles of Hopper's tensor cores (RegNet: 112, 120, 168 or 232
+channels). Otherwise several groups would share a tile, with zeros between them, up to all groups.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors, widened
 from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, is_depthwise, operand, reduction_axes
 from optdnn.passes.support.products import PRODUCTS, output_axis
+from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
 
 UNIT = 8
 """Padded channels are a multiple of this."""
+TILE = 64
+"""Channels of a padded group are a multiple of this. Smaller groups have a kernel of their own."""
 IMAGES = (3, 4, 5)
 """Ranks of images."""
 MOST, LEAST = 4 / 3, 7
@@ -45,9 +51,11 @@ WEIGHTED = ("Conv", "ConvTranspose", *sorted(PRODUCTS))
 
 @dataclass
 class _Region:
-    """The values whose channels (axis 1) are padded, and the operators that write and read them. ``why``: the reason against it."""
+    """The values whose channels (axis 1) are padded, and the operators that write and read them. ``why``: the reason against it.
+    ``group``: the channels of each group of convolutions in the region (0: none has groups)."""
 
     graph: Graph
+    group: int = 0
     values: set[Value] = field(default_factory=set)
     ops: dict[int, Op] = field(default_factory=dict)
     why: str = ""
@@ -97,6 +105,8 @@ class _Region:
             return [] if of_rows else f"product {op.name} is not of rows of channels"
         if is_depthwise(self.graph, op):
             return [operand(op), op.value]
+        if op.attrs.group > 1 and self.group == weight.shape[1] == weight.shape[0] // op.attrs.group:
+            return [operand(op), op.value]
         return [] if op.attrs.group == 1 else f"convolution {op.name} has groups"
 
     def _operands(self, op: Op) -> list[Value] | None:
@@ -117,7 +127,7 @@ class _Region:
 
     def unit(self) -> int:
         """Channels of a group: the greatest common divisor of all values' channels."""
-        return math.gcd(*(self.channels(v) for v in self.values))
+        return math.gcd(self.group, *(self.channels(v) for v in self.values))
 
     def channels(self, value: Value) -> int:
         """Channels of a value; 1 if the number is not known."""
@@ -194,6 +204,24 @@ def pad_features(graph: Graph, op: Op) -> Match | Miss | None:
     return _padded(_Region(graph), op, op.value)
 
 
+@rule("pad_groups", {"Conv"})
+def pad_groups(graph: Graph, op: Op) -> Match | Miss | None:
+    """A 16-bit convolution whose groups have more than 64 channels, as many in as out, and no multiple of 64."""
+    weight, groups = graph.constant_value(op.inputs[1]), op.attrs.group
+    if weight is None or groups == 1 or len(op.outputs[0].type.dims) not in IMAGES:
+        return None
+    size = weight.shape[1]
+    if size <= TILE or size % TILE == 0 or weight.shape[0] != groups * size:
+        return None
+    region = _Region(graph, size)
+    region.grow(op.value)
+    sums = [o.name for o in region.ops.values() if o.kind == "Add" and region.values.issuperset(o.inputs)]
+    joins = [o.name for o in region.ops.values() if o.kind in ("Concat", "Split")]
+    if region.why or sums or joins:
+        return Miss(region.why or f"the padding would reach {(sums + joins)[0]}, and all that it adds or joins")
+    return _padded(region, op, op.value, TILE)
+
+
 def _odd(channels: DimLike) -> bool:
     """Whether a known number of channels is not a multiple of 8."""
     return isinstance(channels, int) and channels % UNIT != 0
@@ -204,13 +232,13 @@ def _is_output(graph: Graph, op: Op) -> bool:
     return any(user.kind == "Output" for user in graph.users(op.value))
 
 
-def _padded(region: _Region, op: Op, value: Value) -> Match | Miss | None:
-    """The region of ``value``, which ``op`` reads or makes, with padding after each group of channels."""
+def _padded(region: _Region, op: Op, value: Value, multiple: int = UNIT) -> Match | Miss | None:
+    """The region of ``value``, which ``op`` reads or makes, with padding after each group of channels, to a ``multiple``."""
     region.grow(value)
     unit = region.unit()
-    wide = -(-unit // UNIT) * UNIT
+    wide = -(-unit // multiple) * multiple
     if region.why:
-        return Miss(region.why) if _odd(region.channels(value)) else None
+        return Miss(region.why) if region.channels(value) % multiple else None
     if unit == wide:
         return None
     if wide > MOST * unit or unit < LEAST:
@@ -275,4 +303,7 @@ class PadChannels(RulePass):
     """The rules for fp32."""
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return {"fp32": self.exact, "tf32": self.exact[:1], "fp64": ()}.get(context.only_precision or "", self.rules)
+        precision, target = context.only_precision or "", TargetName.parse(context.target)
+        if precision in ("fp16", "bf16") and (target.arch or HOPPER) == HOPPER:
+            return (*self.rules, pad_groups)
+        return {"fp32": self.exact, "tf32": self.exact[:1], "fp64": ()}.get(precision, self.rules)

@@ -197,6 +197,7 @@ RULES: Mapping[str, str] = {
     "pad_channels": "channels between convolutions padded to a multiple of 8",
     "pad_features": "columns of 16-bit products padded to a multiple of 8",
     "pad_filters": "filters of fp32 convolutions padded to a multiple of 8",
+    "pad_groups": "groups of convolutions padded to the tiles of tensor cores",
     "pad_means": "channels of images with means padded to a multiple of 8",
     "pad_heads": "attention heads padded to a multiple of 8 features",
     "selected_weights": "products with a matrix for each row merged into one product with all matrices",

@@ -267,3 +267,63 @@ def test_a_network_on_the_gpu() -> None:
     program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert "depthwise_paired" in tactics(program, "Conv")
     check_simulated(graph, "fp16")
+
+
+# ---------------------------------------------------------------- groups
+
+
+def grouped(n: Net, size: int = 112, groups: int = 3, *, gated: bool = False) -> Graph:
+    """A bottleneck of RegNet's form, with squeeze-and-excitation if it is ``gated``."""
+    channels = size * groups
+    y = n.op("Relu", n.conv(n.input(1, 8, 4, 4), channels, 1, pads=0, bias=True))
+    y = n.op("Relu", n.conv(y, channels, group=groups, strides=2, bias=True))
+    if gated:
+        z = n.op("Relu", n.conv(n.op("GlobalAveragePool", y), 16, 1, pads=0, bias=True))
+        y = n.op("Mul", y, n.op("Sigmoid", n.conv(z, channels, 1, pads=0, bias=True)))
+    return n.done(n.conv(y, 8, 1, pads=0, bias=True))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("size", "wide"), [(112, 128), (96, 128), (168, 192)])
+def test_groups_fill_tiles(size: int, wide: int, gated: bool) -> None:
+    graph, _ = check_pass(
+        PadChannels(), grouped(Net(np.float64), size, gated=gated), changes=1, rules={"pad_groups": 1}, context=HALF
+    )
+    (conv,) = [op for op in graph.of_kind("Conv") if op.attrs.group > 1]
+    assert conv.attrs.group == 3
+    assert channels_of(graph, "Conv") == {3 * wide, 8, *([16] if gated else [])}
+    weight = graph.constant_value(conv.inputs[1])
+    assert weight is not None
+    assert weight.shape == (3 * wide, wide, 3, 3)
+
+
+@pytest.mark.parametrize("size", [56, 64, 128])
+def test_other_groups_stay(size: int) -> None:
+    check_untouched(PadChannels(), grouped(Net(np.float64), size), HALF)
+
+
+@pytest.mark.parametrize(
+    ("precision", "target"), [("fp32", "cuda:sm_90a"), ("int8", "cuda:sm_90a"), ("fp16", "cuda:sm_80")]
+)
+def test_groups_stay_in_other_precisions_and_on_other_gpus(precision: str, target: str) -> None:
+    check_untouched(PadChannels(), grouped(Net(np.float64)), PassContext(target=target, precision=precision))
+
+
+def test_refused_groups() -> None:
+    check_refused(
+        PadChannels(), grouped(Net(), 80), because="groups of 80 channels would become groups of 128", context=HALF
+    )
+    n = Net()
+    y = n.conv(n.input(1, 8, 4, 4), 224, bias=True)
+    y = n.op("Add", n.conv(y, 224, group=2, bias=True), y)
+    check_refused(
+        PadChannels(), ends(n, y), because="the padding would reach Add_3, and all that it adds", context=HALF
+    )
+    n = Net()
+    y = n.conv(n.conv(n.input(1, 8, 4, 4), 224, bias=True), 224, group=2)
+    check_refused(PadChannels(), n.done(y), because="Output .* reads its channels", context=HALF)
+
+
+def test_groups_on_the_gpu() -> None:
+    program = check_simulated(grouped(Net(), 112, gated=True))
+    assert "conv_bands_sm90" in tactics(program, "Conv")
