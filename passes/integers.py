@@ -16,6 +16,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
+from optdnn.passes.rules.rounded_pads import pad_after_rounding
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
@@ -324,4 +325,12 @@ class CanonicalizeIntegers(RulePass):
     """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
-    rules = (unfolded, same_pair, same_grid, clipped_rounding, rescaled_rounding, transposed_weights)
+    rules = (
+        unfolded,
+        pad_after_rounding,  # before repeated roundings: two may remain
+        same_pair,
+        same_grid,
+        clipped_rounding,
+        rescaled_rounding,
+        transposed_weights,
+    )
