@@ -80,11 +80,20 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
     constants = [a.astype(np.float64) for v in scales if (a := graph.constant_value(v)) is not None]
     if op.input(8) is not None and len(constants) < 2:
         return Miss("its scales are not constant, and the bias has their product")
+    mixed = len({graph.type(operand(op, i)).dims in ((), (1,)) for i in (4, 5)}) > 1
+    weights = [graph.constant_value(op.inputs[i]) for i in (4, 5)]
+    if mixed and any(a is None for a in weights):
+        return Miss("its weights have a scale or a zero point for each channel, not both, and they are not constant")
 
     def build(patch: Patch) -> Value:
         plain = DequantizeAttrs(axis=0)
         of_columns = DequantizeAttrs(axis=1) if columns else plain
-        operands = [patch.add("DequantizeLinear", op.inputs[i : i + 3], a) for i, a in ((0, plain), (3, of_columns))]
+        own = op.inputs[4:6]
+        if mixed:  # DequantizeLinear wants both of one shape
+            pair = np.broadcast_arrays(*(np.asarray(a).reshape(-1) for a in weights))
+            own = tuple(patch.constant(np.array(a), f"{op.outputs[0].name}/weights") for a in pair)
+        given = ((op.inputs[:3], plain), ((op.inputs[3], *own), of_columns))
+        operands = [patch.add("DequantizeLinear", values, attrs) for values, attrs in given]
         if op.input(8) is not None:
             steps = (constants[0].reshape(()) * constants[1]).astype(np.float32)
             steps = steps.reshape(()) if steps.size == 1 else steps
