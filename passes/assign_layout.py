@@ -331,7 +331,11 @@ def _divides(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _conversion(graph: Graph, value: Value) -> int:
-    return 0 if _is_view(graph, value) else 2 * bytes_of(graph, value) + LAUNCH_BYTES
+    """The cost of a conversion. That of a view breaks ties: an operator has the order of its neighbors, and a quantization that of
+    the operator before it, whose launch may compute it."""
+    if _is_view(graph, value):
+        return graph.type(value).dtype.itemsize
+    return 2 * bytes_of(graph, value) + LAUNCH_BYTES
 
 
 def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, object, float]]:
@@ -354,7 +358,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
     for value, uses in _uses(graph, sides):
         writes, cost = sides[value.op].writes, _conversion(graph, value)
         others = [side for use, side in uses if side is not writes and not _turns_matrices(graph, use)]
-        if not cost or not others:
+        if not others:
             continue
         # Paid once if the value is plain and any user wants it channels last, and the other way round.
         yield writes, (value, "to last"), cost

@@ -275,7 +275,17 @@ def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, resize), build)
 
 
-_NARROWS = frozenset({"Attention", "LayerNormalization", "RMSNormalization", "LpNormalization", "Softmax"})
+_NARROWS = frozenset(
+    {
+        "Attention",
+        "LayerNormalization",
+        "RMSNormalization",
+        "LpNormalization",
+        "Softmax",
+        "AveragePool",
+        "GlobalAveragePool",
+    }
+)
 """Kinds whose launches may store their 16-bit results in 8 bits."""
 _SUMS = WEIGHTED | {"GlobalAveragePool"}
 """Kinds that sum 8-bit data as integers, and may store 8 bits."""
@@ -308,8 +318,8 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _may_store_integers(graph: Graph, op: Op) -> bool:
     """Whether the launch of an operator on floats may store 8 bits."""
-    if op.kind in _SUMS:
-        return is_dequantized(graph, op.inputs[0])
+    if op.kind in _SUMS and is_dequantized(graph, op.inputs[0]):
+        return True
     return op.kind in _NARROWS and op.outputs[0].type.dtype.itemsize == 2
 
 
