@@ -24,6 +24,7 @@ from optdnn.kernels.reduce import parts
 from optdnn.kernels.reduce.grid import LAUNCH_S as GENERAL_LAUNCH_S
 from optdnn.kernels.reduce.grid import Grid, space_of
 from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of
+from optdnn.kernels.reduce.staged import StagedReduction
 from optdnn.kernels.tactic import Offer, Region, TakesAfter
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -237,6 +238,8 @@ class QuantizedMeans(TakesAfter, ImageMeans):
         to = quantizer_of(b, op.value)
         if to is None or b.graph.sole_user(op.value) is None or op.value in b.reserved:
             return "nothing quantizes its result, or it has other readers"
+        if StagedReduction().refuse(b, op) is None:
+            return "the operator before it is computed in its launch, which saves more bytes"
         return no_conversion(to.to.dtype, b.arch) or super().refuse(b, op)
 
     @staticmethod

@@ -157,10 +157,26 @@ def test_quantized_means_are_one_launch(channels: int, dtype: Any, flat: bool) -
     assert step.params["op"]["kind"] == "Quantized"
 
 
-def test_quantized_means_that_are_read_as_floats_too() -> None:
-    tactics = lowered(squeezed(used=True), "fp16", "cuda:sm_90a").meta["tactics"]
+def activated() -> Graph:
+    """Means of an activation that their launch can compute: its result was not rounded."""
+    n = QNet()
+    x = n.fake(n.qconv(n.fake(n.input(2, 16, 28, 28), 0.03), 72, 1), 0.02)
+    y = n.qconv(n.fake(n.op("GlobalAveragePool", n.op("Exp", x)), 0.01), 72, 1)
+    return n.done(y, n.qconv(x, 16))
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (squeezed(used=True), "nothing quantizes its result, or it has other readers"),
+        (activated(), "the operator before it is computed in its launch, which saves more bytes"),
+    ],
+    ids=["used", "activated"],
+)
+def test_means_that_are_not_quantized(graph: Graph, because: str) -> None:
+    tactics = lowered(graph, "fp16", "cuda:sm_90a").meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_quantized"]
-    assert found == ["nothing quantizes its result, or it has other readers"]
+    assert found == [because]
 
 
 P = means.Problem(2, 784, 72, 80)
