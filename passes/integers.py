@@ -14,13 +14,14 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.moved_integers import dequantize_after_moves, from_integers
 from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
 from optdnn.passes.rules.rounded_pads import pad_after_rounding
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
-from optdnn.passes.support.quantized_values import is_dequantized, is_dequantized_data, same_scale, zeros_of
+from optdnn.passes.support.quantized_values import is_dequantized, same_scale, zeros_of
 from optdnn.types import FP32, INT8, UINT8, is_float
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -28,7 +29,7 @@ _MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
-    """Whether a DequantizeLinear gives the constant weights of an op that also reads dequantized data."""
+    """Whether a DequantizeLinear gives the constant weights of an op that also reads dequantized data, or elements of such data."""
     if graph.constant_value(dequantize.inputs[0]) is None:
         return False
     for user in graph.users(dequantize.value):
@@ -38,7 +39,7 @@ def holds_integers(graph: Graph, dequantize: Op) -> bool:
             readers = [(user, dequantize.value)]
         for reader, value in readers:
             data = reader.input(0)
-            if reader.kind in WEIGHTED and data != value and is_dequantized_data(graph, data):
+            if reader.kind in WEIGHTED and data != value and from_integers(graph, data):
                 return True
     return False
 
@@ -330,6 +331,7 @@ class MoveIntegers(RulePass):
 
     name = "move_integers"
     rules = (
+        dequantize_after_moves,
         on_integers,
         split_integers,
         resized_integers,

@@ -109,12 +109,6 @@ def _infer_quantize(call: Call) -> Result:
 
 
 def _infer_dequantize(call: Call) -> Result:
-    if is_float(call.type(0).dtype) and call.type(0).dtype.itemsize > 1:
-        raise ShapeError(
-            f"DequantizeLinear of {call.type(0)}; its operand must hold integers, or floats of 8 bits or fewer",
-            hint="if these are weights, their quantizer has not finished: export with its own function "
-            "(get_onnx_bytes_and_metadata of NVIDIA ModelOpt)",
-        )
     _check_scale(call, 1, divides=False)
     x, scale = call.type(0), _check_parameter(call, 1, "scale", call.type(0))
     if not is_float(scale.dtype):
@@ -259,6 +253,12 @@ def _import_quantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     asked = int(node.get("output_dtype", 0))
     x, scale = node.inputs[:2]
+    if is_float(e.type(x).dtype) and e.type(x).dtype.itemsize > 1:
+        raise ShapeError(
+            f"DequantizeLinear of {e.type(x)}; its operand must hold integers, or floats of 8 bits or fewer",
+            hint="if these are weights, their quantizer has not finished: export with its own function "
+            "(get_onnx_bytes_and_metadata of NVIDIA ModelOpt)",
+        )
     zero = None if is_float(e.type(x).dtype) else node.input(2)
     dtype = onnx_dtype(asked) if asked else None
     if dtype == e.type(scale).dtype:
