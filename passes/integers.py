@@ -14,11 +14,12 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.moved_integers import dequantize_after_moves, from_integers
+from optdnn.passes.rules.moved_integers import dequantize_after_moves
 from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
 from optdnn.passes.rules.rounded_pads import pad_after_rounding
 from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.moved_values import from_integers
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
 from optdnn.passes.support.quantized_values import is_dequantized, same_scale, zeros_of

@@ -11,37 +11,18 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import operand, scalar
-from optdnn.passes.support.precision import SHARES_SCALE, no_integers
+from optdnn.passes.support.moved_values import MOVES, moved
+from optdnn.passes.support.precision import no_integers
 from optdnn.passes.support.quantized_values import is_dequantized, is_dequantized_data, same_scale
 from optdnn.types import INT8, UINT8
 
-MOVES = (SHARES_SCALE | {"Resize"}) - {"Pad"}
-"""Kinds whose results may be elements of their data. A Pad adds zeros, which convolutions absorb."""
 _PRODUCTS = frozenset({"Conv", "Gemm", "MatMul"})
-
-
-def _moved(op: Op) -> list[Value]:
-    """The operands that the results of an operator are elements of; none if it computes other numbers."""
-    if op.kind not in MOVES:
-        return []
-    nearest = op.kind == "Resize" and op.attrs.mode == "nearest"
-    if op.kind == "Resize" and not (nearest and op.attrs.coordinate_transformation_mode != "tf_crop_and_resize"):
-        return []
-    return [v for v in (op.inputs if op.kind == "Concat" else op.inputs[:1]) if v is not None]
-
-
-def from_integers(graph: Graph, value: Value | None) -> bool:
-    """Whether a value is dequantized data, or elements of such data."""
-    if value is None or is_dequantized_data(graph, value):
-        return value is not None
-    data = _moved(graph.op(value))
-    return bool(data) and all(from_integers(graph, v) for v in data)
 
 
 @rule("dequantize_after_moves", MOVES, looks_far=True)
 def dequantize_after_moves(graph: Graph, op: Op) -> Match | Miss | None:
     """An operator that moves or compares elements runs on the integers, if a quantized product reads them after it."""
-    data = _moved(op)
+    data = moved(op)
     if not data or not all(is_dequantized_data(graph, v) for v in data) or not any(_products(graph, op)):
         return None
     first, *others = (graph.op(v) for v in data)
@@ -73,7 +54,7 @@ def _products(graph: Graph, op: Op) -> Iterator[Op]:
     """The products with dequantized constant weights that read the results of ``op``, also after further moves."""
     for value in op.values:
         for user in graph.users(value):
-            if value in _moved(user):
+            if value in moved(user):
                 yield from _products(graph, user)
             elif user.kind in _PRODUCTS and user.inputs[0] == value and _has_integers(graph, operand(user, 1)):
                 yield user
