@@ -331,10 +331,10 @@ def _divides(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _conversion(graph: Graph, value: Value) -> int:
-    """The cost of a conversion. That of a view breaks ties: an operator has the order of its neighbors, and a quantization that of
-    the operator before it, whose launch may compute it."""
+    """The cost of a conversion. At one position, it only breaks ties: an operator has the order of its neighbors, a quantization
+    that of the operator before it, whose launch may compute it. One channel is free: plain images of it have no gaps."""
     if _is_view(graph, value):
-        return graph.type(value).dtype.itemsize
+        return 0 if graph.type(value).dims[1] == 1 else graph.type(value).dtype.itemsize
     return 2 * bytes_of(graph, value) + LAUNCH_BYTES
 
 
@@ -358,7 +358,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
     for value, uses in _uses(graph, sides):
         writes, cost = sides[value.op].writes, _conversion(graph, value)
         others = [side for use, side in uses if side is not writes and not _turns_matrices(graph, use)]
-        if not others:
+        if not cost or not others:
             continue
         # Paid once if the value is plain and any user wants it channels last, and the other way round.
         yield writes, (value, "to last"), cost
