@@ -217,8 +217,8 @@ class Linear:
         if self.op.kind == "Gemm":
             a = replace(a, alpha=a.alpha if weight is None else 1.0, beta=a.beta if bias is None else 1.0)
         if self.op.kind == "MatMul" and bias is not None and self.can_hold_bias:
-            return Absorbed(self, "Gemm", GemmAttrs(), *rounded)
-        return Absorbed(self, self.op.kind, a, *rounded)
+            return Absorbed(self, "Gemm", GemmAttrs(), rounded[0], rounded[1])
+        return Absorbed(self, self.op.kind, a, rounded[0], rounded[1])
 
 
 def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:

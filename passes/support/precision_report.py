@@ -236,10 +236,10 @@ def structural(graph: Graph, op: Op) -> str | None:
         return direct
     whole = is_dequantized(graph, op.input(0)) or from_integers(graph, op.input(0))
     if op.kind in ANCHORS and is_dequantized(graph, op.input(1)) and whole:
-        data = operand(op)
-        while not is_dequantized(graph, data):
-            data = moved(graph.op(data))[0]
-        return _EIGHT.get(graph.type(operand(graph.op(data))).dtype, "fp32")
+        first = operand(op)
+        while not is_dequantized(graph, first):
+            first = moved(graph.op(first))[0]
+        return _EIGHT.get(graph.type(operand(graph.op(first))).dtype, "fp32")
     data = [v for v in op.inputs if v is not None and is_float(graph.type(v).dtype)]
     if op.kind not in ANCHORS and data and all(is_dequantized(graph, v) for v in data):
         users = [u for u in graph.users(op.value) if u.kind != "Output"]

@@ -53,7 +53,7 @@ class ScaledIntegers:
         stored = np.moveaxis(self.stored, self.axis, -1).astype(np.float32)
         stored = np.where(wide == 0, zero.astype(np.float32), np.where(wide < 0, -stored, stored))
         if not is_float(self.stored.dtype):
-            info = ml_dtypes.iinfo(self.stored.dtype)
+            info = ml_dtypes.iinfo(self.stored.dtype)  # type: ignore[no-untyped-call]
             if zero[wide < 0].any() or stored.min(initial=0) < info.min or stored.max(initial=0) > info.max:
                 return "its integers cannot change their signs"
         moved = np.ascontiguousarray(np.moveaxis(stored, -1, self.axis).astype(self.stored.dtype))
