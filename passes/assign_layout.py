@@ -331,7 +331,11 @@ def _divides(before: Sequence[int], after: Sequence[int]) -> bool:
 
 
 def _conversion(graph: Graph, value: Value) -> int:
-    return 0 if _is_view(graph, value) else 2 * bytes_of(graph, value) + LAUNCH_BYTES
+    """The cost of a conversion. At one position, it only breaks ties: an operator has the order of its neighbors, a quantization
+    that of the operator before it, whose launch may compute it. One channel is free: plain images of it have no gaps."""
+    if _is_view(graph, value):
+        return 0 if graph.type(value).dims[1] == 1 else graph.type(value).dtype.itemsize
+    return 2 * bytes_of(graph, value) + LAUNCH_BYTES
 
 
 def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, object, float]]:

@@ -120,6 +120,22 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     return array, scale.astype(np.float64).reshape(-1), op.attrs.axis % array.ndim
 
 
+def _no_weights(graph: Graph, op: Op) -> str:
+    """Why the second operand of a product is no weights on integers."""
+    before = source(graph, op.inputs[1])
+    if before is None:
+        return "its input is quantized, but its second operand is not a quantized constant"
+    array = graph.constant_value(before.inputs[0])
+    if array is None:
+        return "both of its operands are computed: there is no kernel that multiplies computed integers"
+    if before.attrs.block_size:
+        return "its weights have a scale per block"
+    if array.dtype.name not in (*EIGHT_BITS, *FEWER_BITS):
+        return f"its weights are {array.dtype.name}"
+    known = all(v is None or graph.constant_value(v) is not None for v in before.inputs[1:])
+    return "its weights minus their zero points exceed 8 bits" if known else "the scales of its weights are computed"
+
+
 def depthwise_data(
     graph: Graph, op: Op, w: tuple[Array, Array, int]
 ) -> tuple[tuple[Value, QuantParams] | None, tuple[Array, Array, int]]:
@@ -163,12 +179,7 @@ class QuantizedProduct(Rule):
         if x is None and w is None:
             return None
         if x is None or w is None:
-            weights_only = "its weights are quantized, but its input is not"
-            return Miss(
-                weights_only
-                if x is None
-                else "its input is quantized, but its second operand is not a quantized constant"
-            )
+            return Miss("its weights are quantized, but its input is not" if x is None else _no_weights(graph, op))
         fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:

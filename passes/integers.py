@@ -14,12 +14,15 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.moved_integers import dequantize_after_moves
 from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
+from optdnn.passes.rules.rounded_pads import pad_after_rounding
 from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.moved_values import from_integers
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
-from optdnn.passes.support.quantized_values import is_dequantized, is_dequantized_data, same_scale, zeros_of
+from optdnn.passes.support.quantized_values import is_dequantized, same_scale, zeros_of
 from optdnn.types import FP32, INT8, UINT8, is_float
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -27,7 +30,7 @@ _MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
-    """Whether a DequantizeLinear gives the constant weights of an op that also reads dequantized data."""
+    """Whether a DequantizeLinear gives the constant weights of an op that also reads dequantized data, or elements of such data."""
     if graph.constant_value(dequantize.inputs[0]) is None:
         return False
     for user in graph.users(dequantize.value):
@@ -37,7 +40,7 @@ def holds_integers(graph: Graph, dequantize: Op) -> bool:
             readers = [(user, dequantize.value)]
         for reader, value in readers:
             data = reader.input(0)
-            if reader.kind in WEIGHTED and data != value and is_dequantized_data(graph, data):
+            if reader.kind in WEIGHTED and data != value and from_integers(graph, data):
                 return True
     return False
 
@@ -79,11 +82,20 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
     constants = [a.astype(np.float64) for v in scales if (a := graph.constant_value(v)) is not None]
     if op.input(8) is not None and len(constants) < 2:
         return Miss("its scales are not constant, and the bias has their product")
+    mixed = len({graph.type(operand(op, i)).dims in ((), (1,)) for i in (4, 5)}) > 1
+    weights = [graph.constant_value(op.inputs[i]) for i in (4, 5)]
+    if mixed and any(a is None for a in weights):
+        return Miss("its weights have a scale or a zero point for each channel, not both, and they are not constant")
 
     def build(patch: Patch) -> Value:
         plain = DequantizeAttrs(axis=0)
         of_columns = DequantizeAttrs(axis=1) if columns else plain
-        operands = [patch.add("DequantizeLinear", op.inputs[i : i + 3], a) for i, a in ((0, plain), (3, of_columns))]
+        own = op.inputs[4:6]
+        if mixed:  # DequantizeLinear wants both of one shape
+            pair = np.broadcast_arrays(*(np.asarray(a).reshape(-1) for a in weights))
+            own = tuple(patch.constant(np.array(a), f"{op.outputs[0].name}/weights") for a in pair)
+        given = ((op.inputs[:3], plain), ((op.inputs[3], *own), of_columns))
+        operands = [patch.add("DequantizeLinear", values, attrs) for values, attrs in given]
         if op.input(8) is not None:
             steps = (constants[0].reshape(()) * constants[1]).astype(np.float32)
             steps = steps.reshape(()) if steps.size == 1 else steps
@@ -265,7 +277,17 @@ def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, resize), build)
 
 
-_NARROWS = frozenset({"Attention", "LayerNormalization", "RMSNormalization", "LpNormalization", "Softmax"})
+_NARROWS = frozenset(
+    {
+        "Attention",
+        "LayerNormalization",
+        "RMSNormalization",
+        "LpNormalization",
+        "Softmax",
+        "AveragePool",
+        "GlobalAveragePool",
+    }
+)
 """Kinds whose launches may store their 16-bit results in 8 bits."""
 _SUMS = WEIGHTED | {"GlobalAveragePool"}
 """Kinds that sum 8-bit data as integers, and may store 8 bits."""
@@ -298,8 +320,8 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _may_store_integers(graph: Graph, op: Op) -> bool:
     """Whether the launch of an operator on floats may store 8 bits."""
-    if op.kind in _SUMS:
-        return is_dequantized(graph, op.inputs[0])
+    if op.kind in _SUMS and is_dequantized(graph, op.inputs[0]):
+        return True
     return op.kind in _NARROWS and op.outputs[0].type.dtype.itemsize == 2
 
 
@@ -310,6 +332,7 @@ class MoveIntegers(RulePass):
 
     name = "move_integers"
     rules = (
+        dequantize_after_moves,
         on_integers,
         split_integers,
         resized_integers,
@@ -324,4 +347,12 @@ class CanonicalizeIntegers(RulePass):
     """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
-    rules = (unfolded, same_pair, same_grid, clipped_rounding, rescaled_rounding, transposed_weights)
+    rules = (
+        unfolded,
+        pad_after_rounding,  # before repeated roundings: two may remain
+        same_pair,
+        same_grid,
+        clipped_rounding,
+        rescaled_rounding,
+        transposed_weights,
+    )

@@ -106,7 +106,7 @@ from optdnn.kernels.recurrent.pointwise_scan import PointwiseScanKernel
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
 from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
-from optdnn.kernels.reduce.means import ImageMeans
+from optdnn.kernels.reduce.means import ImageMeans, QuantizedMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.reduce.segment_sum import SegmentSumKernel
@@ -257,7 +257,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (StagedReduction(), ReductionParts(), Reduction())),
     **dict.fromkeys(
-        (*IMAGE_SUMS, "GlobalAveragePool"), (StagedReduction(), ImageMeans(), ReductionParts(), Reduction())
+        (*IMAGE_SUMS, "GlobalAveragePool"),
+        (StagedReduction(), QuantizedMeans(), ImageMeans(), ReductionParts(), Reduction()),
     ),
     "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
     **{

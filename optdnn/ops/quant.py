@@ -253,6 +253,12 @@ def _import_quantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     asked = int(node.get("output_dtype", 0))
     x, scale = node.inputs[:2]
+    if is_float(e.type(x).dtype) and e.type(x).dtype.itemsize > 1:
+        raise ShapeError(
+            f"DequantizeLinear of {e.type(x)}; its operand must hold integers, or floats of 8 bits or fewer",
+            hint="if these are weights, their quantizer has not finished: export with its own function "
+            "(get_onnx_bytes_and_metadata of NVIDIA ModelOpt)",
+        )
     zero = None if is_float(e.type(x).dtype) else node.input(2)
     dtype = onnx_dtype(asked) if asked else None
     if dtype == e.type(scale).dtype:

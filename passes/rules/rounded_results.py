@@ -92,10 +92,10 @@ def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded 
         ("mul_const", given.scale),
     ]
     more = _Stages(graph, [*found.stages, *rounding], adds, columns, found.residual, found.numbers)
-    value, ops, begun = before.value, [*found.ops, found.store, *views, before], False
+    value, ops = before.value, [*found.ops, found.store, *views, before]
     while True:
         store = quantization(graph, value)
-        if store is not None and begun:
+        if store is not None:
             known = store[1].dtype in INTEGERS
             return Rounded(*store, tuple(more.rendered), more.residual, tuple(ops), more.numbers) if known else None
         views, user = _views_after(graph, value)
@@ -107,13 +107,12 @@ def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded 
         if gated is not None:
             more.rendered.append(gated.stage)
             ops += gated.ops
-            value, begun = gated.ops[-1].value, True
+            value = gated.ops[-1].value
             continue
         chain = None if user is None else _chain(graph, user, value)
         if user is None or chain is None or not all(more.take(user, stage, value) for stage in chain):
             return None
         ops.append(user)
-        begun = begun or any(stage.kind != "Cast" for stage in chain)
         value = user.value
 
 

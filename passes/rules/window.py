@@ -52,17 +52,24 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     pad = producer(graph, op.inputs[0], {"Pad"})
     if pad is None:
         return None
+    pads = conv_pads(graph, op, pad)
+    if isinstance(pads, Miss):
+        return pads
+    inputs = (pad.inputs[0], *op.inputs[1:])
+    return Match((op, pad), lambda patch: patch.add("Conv", inputs, replace(op.attrs, pads=pads)))
+
+
+def conv_pads(graph: Graph, op: Op, pad: Op, zero: int = 0) -> tuple[int, ...] | Miss:
+    """The pads of a convolution that absorbs a Pad of its operand. ``zero``: the zero point, if the Pad is one of integers."""
     found = _padding(graph, pad, len(op.attrs.strides))
     if isinstance(found, Miss):
         return found
     pads, filler = found
-    if filler != 0:
+    if filler != zero:
         return Miss(f"{pad.name} pads with {filler:g}, a convolution pads with zeros")
     if op.attrs.auto_pad != "NOTSET" or op.attrs.prologue:
         return Miss(f"{op.name} has padding that depends on its input")
-    attrs = replace(op.attrs, pads=tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True)))
-    inputs = (pad.inputs[0], *op.inputs[1:])
-    return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
+    return tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True))
 
 
 def _crop(graph: Graph, op: Op, kind: str) -> tuple[Op, tuple[int, ...], tuple[int, ...]] | Miss | None:
@@ -186,6 +193,15 @@ def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     pad = producer(graph, op.inputs[0], {"Pad"})
     if pad is None:
         return None
+    pads = pool_pads(graph, op, pad)
+    if isinstance(pads, Miss):
+        return pads
+    attrs = replace(op.attrs, pads=pads, **({"count_include_pad": True} if op.kind == "AveragePool" else {}))
+    return Match((op, pad), lambda patch: patch.add(op.kind, [pad.inputs[0]], attrs))
+
+
+def pool_pads(graph: Graph, op: Op, pad: Op, zero: int = 0) -> tuple[int, ...] | Miss:
+    """The pads of a pool that absorbs a Pad of its operand. ``zero``: as of :func:`conv_pads`."""
     x, a = operand(pad), op.attrs
     found = _padding(graph, pad, len(a.strides))
     if isinstance(found, Miss):
@@ -196,11 +212,8 @@ def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     if _may_be_all_padding(pads, a.kernel_shape) or any(d != 1 for d in a.dilations):
         return Miss(f"a window of {op.name} could hold nothing but padding")
     average = op.kind == "AveragePool"
-    reason = _refuse_average(op, pad, found[1]) if average else _refuse_max(graph, op, pad, x, found[1])
-    if reason is not None:
-        return Miss(reason)
-    attrs = replace(a, pads=pads, **({"count_include_pad": True} if average else {}))
-    return Match((op, pad), lambda patch: patch.add(op.kind, [x], attrs))
+    reason = _refuse_average(op, pad, found[1] - zero) if average else _refuse_max(graph, op, pad, x, found[1])
+    return pads if reason is None else Miss(reason)
 
 
 def _may_be_all_padding(pads: Sequence[int], kernel: Sequence[int]) -> bool:

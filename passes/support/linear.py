@@ -20,6 +20,8 @@ from optdnn.ops.base import Attrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.passes.base import Miss
 from optdnn.passes.support.affine import IDENTITY, Affine, round_to
+from optdnn.passes.support.facts import operand
+from optdnn.passes.support.scaled_integers import ScaledIntegers
 from optdnn.types import FP64, Array, DType
 
 LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -36,6 +38,8 @@ class Absorbed:
     attrs: Attrs
     weight: Array | None
     bias: Array | None
+    integers: ScaledIntegers | None = None
+    """The weights, if they are dequantized."""
 
     def add_to(self, patch: Patch, x: Value) -> Value:
         """Add the new op to a patch, reading ``x``; returns its value."""
@@ -46,6 +50,8 @@ class Absorbed:
         own += [None] * (3 - len(own)) if self.kind != "MatMul" else []
         if self.weight is not None:
             own[1] = patch.constant(self.weight, "weight")
+        if self.integers is not None:
+            own[1] = self.integers.add_to(patch)
         bias = None if self.bias is None else patch.constant(self.bias, "bias")
         if self.kind != "MatMul" and bias is not None:
             own[2] = bias
@@ -59,7 +65,8 @@ class Absorbed:
 class Linear:
     """A linear op. ``axis`` and ``channels`` describe its result, ``in_axis`` and ``in_channels`` its operand 0.
 
-    ``weight`` and ``bias`` are the constant arrays, or None. ``bias_unknown``: there is a bias that is not constant.
+    ``weight`` and ``bias`` are the constant arrays, or None. ``integers``: the weights, if they are dequantized constants.
+    ``bias_unknown``: there is a bias that is not constant.
     """
 
     op: Op
@@ -72,6 +79,7 @@ class Linear:
     bias_unknown: bool
     can_hold_bias: bool
     dtype: DType
+    integers: ScaledIntegers | None = None
 
     @staticmethod
     def of(graph: Graph, op: Op) -> Linear | None:
@@ -98,7 +106,8 @@ class Linear:
             axes = (rank - 1, dims[-1], x_rank - 1, dims[-2])
         bias = op.input(2) if op.kind != "MatMul" else None
         weight, known = graph.constant_value(op.inputs[1]), graph.constant_value(bias)
-        return Linear(op, *axes, weight, known, bias is not None and known is None, holds, w_type.dtype)
+        integers = None if weight is not None else ScaledIntegers.of(graph, operand(op, 1), _output_axis(op))
+        return Linear(op, *axes, weight, known, bias is not None and known is None, holds, w_type.dtype, integers)
 
     # ------------------------------------------------------------------ a chain after the op
 
@@ -107,7 +116,10 @@ class Linear:
         if self.op.attrs.epilogue:
             return f"{self.op.name} already has the epilogue {self.op.attrs.epilogue[-1].kind}"
         if chain.scales and self.weight is None:
-            return f"the weights of {self.op.name} are not constant"
+            if self.integers is None or (self.op.kind == "ConvTranspose" and self.op.attrs.group > 1):
+                return f"the weights of {self.op.name} are not constant"
+            if isinstance(scaled := self.integers.times(chain.scale), str):
+                return f"{self.op.name} keeps its quantized weights: {scaled}"
         if self.bias_unknown:
             return f"the bias of {self.op.name} is not constant"
         if chain.shifts and not self.can_hold_bias:
@@ -120,7 +132,11 @@ class Linear:
         bias = None
         if chain.shifts or (self.bias is not None and chain.scales):
             bias = np.broadcast_to(self._bias() * chain.scale + chain.shift, self._bias_shape())
-        return self._absorbed(weight, bias)
+        absorbed = self._absorbed(weight, bias)
+        if self.integers is None or not chain.scales or isinstance(absorbed, Miss):
+            return absorbed
+        scaled = self.integers.times(chain.scale)
+        return Miss(scaled) if isinstance(scaled, str) else replace(absorbed, integers=scaled)
 
     def _scaled(self, scale: Array, scales: bool) -> Array | None:
         """The weights with each output channel scaled, including Gemm's alpha; None if nothing changes."""
@@ -201,8 +217,8 @@ class Linear:
         if self.op.kind == "Gemm":
             a = replace(a, alpha=a.alpha if weight is None else 1.0, beta=a.beta if bias is None else 1.0)
         if self.op.kind == "MatMul" and bias is not None and self.can_hold_bias:
-            return Absorbed(self, "Gemm", GemmAttrs(), *rounded)
-        return Absorbed(self, self.op.kind, a, *rounded)
+            return Absorbed(self, "Gemm", GemmAttrs(), rounded[0], rounded[1])
+        return Absorbed(self, self.op.kind, a, rounded[0], rounded[1])
 
 
 def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
@@ -215,6 +231,13 @@ def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
         return None
     weight = linear._scaled(IDENTITY.scale, False) if alpha else None
     return linear._absorbed(weight, linear._bias() if beta and a.beta != 1.0 else None)
+
+
+def _output_axis(op: Op) -> int:
+    """The axis of the output channels of an op's weights (of one group, for a ConvTranspose)."""
+    if op.kind == "Gemm":
+        return 0 if op.attrs.transB else 1
+    return {"Conv": 0, "ConvTranspose": 1}.get(op.kind, -1)
 
 
 def by_group(weights: Array, factors: Array, group: int) -> Array:

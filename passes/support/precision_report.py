@@ -12,7 +12,8 @@ from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.facts import operand
-from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, asks_packed, key, no_integers
+from optdnn.passes.support.moved_values import from_integers, moved
+from optdnn.passes.support.precision import ANCHORS, SHARES_SCALE, PrecisionPlan, asks_packed, key, no_integers
 from optdnn.passes.support.quantized_values import is_dequantized
 from optdnn.passes.support.ranges import Calibration
 from optdnn.passes.support.small_weights import MOST, exponent
@@ -29,6 +30,11 @@ _EIGHT: Mapping[DType, str] = {
     DTYPES["fp8_e4m3"]: "fp8",
     DTYPES["fp8_e5m2"]: "fp8",
 }
+_ON_FLOATS: Mapping[str, str] = {
+    "AveragePool": "its kernel adds floats; it reads and stores integers where both are quantized",
+    "ConvTranspose": "there is no kernel for it on integers",
+}
+"""Kind -> why an op between Q and DQ computes floats on a GPU."""
 _CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "DynamicRange", "Cast", "Layout"})
 
 
@@ -172,8 +178,8 @@ def outcome(
             runs = _on_eight_bits(graph, op) or structural(graph, op)
         if runs in ("fp16", "bf16") and one.key in log.converted:
             runs = "fp32"
-        if runs is None:
-            continue  # merged into another op, or folded away
+        if runs is None or (one.kind in SHARES_SCALE and runs in QUANTIZED):
+            continue  # merged into another op, folded away, or only moved with the integers of its neighbors
         reason = log.refused.get(one.key)
         if runs == "fp32":
             runs = hint
@@ -187,7 +193,7 @@ def outcome(
             reason = None
         elif reason is None:
             reason = next((why[n] for n in one.nodes if n in why), None)
-            reason = reason or _half_quantized(graph, op) or f"the graph has it in {runs}"
+            reason = reason or _half_quantized(graph, op) or _ON_FLOATS.get(one.kind) or f"the graph has it in {runs}"
         rows.append(PrecisionOutcome(one, runs, reason))
     return rows
 
@@ -228,10 +234,12 @@ def structural(graph: Graph, op: Op) -> str | None:
     direct = _on_eight_bits(graph, op)
     if direct is not None:
         return direct
-    slots = (0, 1) if op.kind in ANCHORS else (0,)
-    if op.kind in ANCHORS and all(is_dequantized(graph, op.input(i)) for i in slots):
-        stored = graph.op(op.inputs[0]).inputs[0]  # type: ignore[arg-type]
-        return _EIGHT.get(graph.type(stored).dtype, "fp32")  # type: ignore[arg-type]
+    whole = is_dequantized(graph, op.input(0)) or from_integers(graph, op.input(0))
+    if op.kind in ANCHORS and is_dequantized(graph, op.input(1)) and whole:
+        first = operand(op)
+        while not is_dequantized(graph, first):
+            first = moved(graph.op(first))[0]
+        return _EIGHT.get(graph.type(operand(graph.op(first))).dtype, "fp32")
     data = [v for v in op.inputs if v is not None and is_float(graph.type(v).dtype)]
     if op.kind not in ANCHORS and data and all(is_dequantized(graph, v) for v in data):
         users = [u for u in graph.users(op.value) if u.kind != "Output"]

@@ -430,6 +430,8 @@ RULES: Mapping[str, str] = {
     "requantize_same_grid": "roundings of numbers that are on the grid already removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",
+    "dequantize_after_moves": "operators moved onto the integers that a product reads",
+    "pad_after_rounding": "Pads moved behind the rounding of their results",
     "quantize_before_moves": "results quantized before they are moved",
     "quantize_before_resize": "quantization moved before the repetition of pixels",
     "quantize_before_pool": "quantization moved before pools",

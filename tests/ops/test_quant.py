@@ -145,6 +145,7 @@ def test_dynamic_quantization(x: Array) -> None:
         ("QuantizeLinear", [normal(3, 4), F(1)], {"block_size": -1}, "block_size is -1"),
         ("DequantizeLinear", [integers(np.int8, 3), F(1), np.uint8(0)], {}, "zero point is uint8"),
         ("DequantizeLinear", [integers(np.int8, 3), np.int8(1)], {}, "must be floating-point"),
+        ("DequantizeLinear", [np.ones(3, np.float32), np.float32(1)], {}, "its operand must hold integers"),
         ("DynamicQuantizeLinear", [integers(np.int8, 3)], {}, "must be floating-point"),
     ],
 )

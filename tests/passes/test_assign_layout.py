@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass
 from support.net import Net
+from support.quantized_nets import QNet, folded
 from support.simulated import check_simulated
 
 from optdnn.dim import symbol
@@ -366,3 +367,19 @@ def test_a_reshape_that_joins_samples_and_heads_needs_their_order() -> None:
 )
 def test_reshapes_that_only_divide_axes(before: tuple[int, ...], after: tuple[int, ...], divides: bool) -> None:
     assert _divides(before, after) == divides
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_operators_on_one_position_have_the_order_of_their_neighbors(flat: bool) -> None:
+    """Both orders are the same in memory, but a view between a mean and its quantization would keep them apart."""
+    n = QNet()
+    mean = n.op("GlobalAveragePool", n.qconv(n.fake(n.input(2, 16, 8, 8), 0.03), 32))
+    if flat:
+        graph = n.done(n.qgemm(n.dq(n.op("Reshape", n.q(mean, 0.01), n.ints(2, 32)), 0.01), 16))
+    else:
+        graph = n.done(n.qconv(n.fake(mean, 0.01), 16, 1))
+    graph, _ = folded(graph)
+    LAYOUT(graph, CUDA)
+    (store,) = (op for op in graph.of_kind("Pointwise") if graph.type(op.value).dims[2:] == (1, 1))
+    assert graph.op(store.inputs[0]).kind == "GlobalAveragePool"  # type: ignore[arg-type]
+    assert store.outputs[0].type.layout == "nhwc"

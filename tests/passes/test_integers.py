@@ -100,6 +100,35 @@ def test_qlinear_conv(bias: bool) -> None:
     assert CANONICAL(done).changes == 0
 
 
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("scales", [True, False])
+def test_qlinear_conv_with_scales_or_zero_points_per_channel(scales: bool, constant: bool) -> None:
+    """ONNX lets one number stand beside a number for each channel."""
+    n = Net()
+    x = q(n, n.input(1, 4, 6, 6), 0.03, 7, UINT8)
+    scale = n.const(n.rng.uniform(1e-3, 2e-3, 5) if scales else 1e-3)
+    points = np.int8(3 if scales else [1, -2, 0, 5, 9])
+    zero = n.const(points, np.int8) if constant else n.input(*points.shape, dtype=np.int8, name="zero")
+    operands = [
+        x,
+        n.const(0.03),
+        n.const(7, np.uint8),
+        weights(n, 5, 4, 3, 3),
+        scale,
+        zero,
+        n.const(0.02),
+        n.const(9, np.uint8),
+    ]
+    graph = n.done(n.op("QLinearConv", *operands, attrs=IntegerConvAttrs((1, 1), (1, 1, 1, 1), (1, 1))))
+    if not constant:
+        check_refused(CANONICAL, graph, because="not both, and they are not constant")
+        return
+    done = graph.copy()
+    assert [f.rule for f in CANONICAL(done).fired] == ["qlinear_to_qdq"]
+    verify(done)
+    same_integers(graph, done)
+
+
 def test_qlinear_matmul_with_scales_per_row_stays() -> None:
     def product(scale: Any) -> Graph:
         n = Net()

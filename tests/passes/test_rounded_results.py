@@ -54,6 +54,7 @@ def hard_swish(n: QNet, y: Value, alpha: float = 1 / 6) -> Value:
 
 
 FORMS: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
+    "another grid": (lambda n, y: y, []),  # as before a Concat, whose result has a scale of its own
     "gelu": (lambda n, y: n.op("Gelu", y), ["gelu"]),
     "relu": (lambda n, y: n.op("Relu", y), ["relu"]),
     "clip": (lambda n, y: n.op("Clip", y, n.const(0.0), n.const(1.5)), ["clip"]),
@@ -282,7 +283,6 @@ def float_gate(n: QNet, y: Value) -> Value:
         network(one_per_channel),
         network(mean),
         network(lambda n, y: n.op("Ceil", y)),
-        network(lambda n, y: y),
         network(silu, used=True),
         network(silu, end=False),
         network(gate_read_twice),
@@ -291,7 +291,7 @@ def float_gate(n: QNet, y: Value) -> Value:
         network(lambda n, y: hard_swish(n, y, 0.2)),
     ],
     ids=[
-        *("used", "no rounding", "of itself", "floats", "broadcast", "another shape", "no stage", "nothing"),
+        *("used", "no rounding", "of itself", "floats", "broadcast", "another shape", "no stage"),
         *("silu, used", "silu, no rounding", "gate read twice", "gate of another", "gate of floats", "another gate"),
     ],
 )

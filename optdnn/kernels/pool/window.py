@@ -311,7 +311,7 @@ def finishing(
     lines, result, _ = body(stages, types)
     at = {a: f"q{a}.lane[j]" if a in packs else f"*({_element(a, '(c + j)')})" for a in extra}
     loads = [f"const {arithmetic(p.dtype)} v{a} = widen({at[a]});" for a, p in extra.items()]
-    head = f"const {arithmetic(out.dtype)} v0 = value;"
+    head = f"const {arithmetic(given)} v0 = value;"
     return " ".join([head, *loads, *lines, f"const {ty} stored = narrow<{ty}>({result});"])
 
 

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, starmap
 from typing import ClassVar
 
 import numpy as np
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.pointwise.strides import merge
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind, no_conversion
+from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce import parts
 from optdnn.kernels.reduce.grid import LAUNCH_S as GENERAL_LAUNCH_S
 from optdnn.kernels.reduce.grid import Grid, space_of
 from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.reduce.staged import StagedReduction
+from optdnn.kernels.tactic import Offer, Region, TakesAfter
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -52,7 +55,8 @@ GENERAL_S, GENERAL_BYTES_S, GENERAL_THREAD_S, L2_S = 1e-6, 3.0e12, 8.2e-12, 5.5e
 @dataclass(frozen=True)
 class Problem:
     """Sums of ``channels`` channels over the ``pixels`` pixels of ``images`` images. ``pitch``: elements from a pixel to the next.
-    ``squares``: the squares are summed. ``root``: the result is the square root."""
+    ``row``: elements from the results of an image to those of the next (0: as many as channels). ``squares``: the squares are summed.
+    ``root``: the result is the square root. ``narrow``: the 8-bit type of the result ("": it has 16 bits)."""
 
     images: int
     pixels: int
@@ -61,6 +65,8 @@ class Problem:
     dtype: str = "float16"
     squares: bool = False
     root: bool = False
+    narrow: str = ""
+    row: int = 0
 
     @property
     def bytes(self) -> int:
@@ -138,18 +144,22 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
 
 
-def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``x``, and ``output`` [images, channels]."""
+def launch(
+    problem: Problem, config: Config, factor: float, gpu: GpuFacts, store: QuantizedStore | None = None
+) -> Launch:
+    """The launch. Operands: ``x``, and ``output`` [images, channels]. ``store``: how the 8-bit result is stored."""
     ahead = -(-config.lines(problem) // config.batches(problem))
     numbers = {"CLUSTER": config.cluster, "THREADS": config.threads, "CHANNELS": config.channels, "AHEAD": ahead}
-    text = render.constants(numbers | {"SQUARES": int(problem.squares), "ROOT": int(problem.root)})
+    numbers |= {"SQUARES": int(problem.squares), "ROOT": int(problem.root), "NARROW": narrow_kind(problem.narrow)}
+    text = render.constants(numbers)
     recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
     parameters = (
         Parameters()
         .pointer("x", "output")
-        .i32(problem.channels, problem.pixels, config.share(problem), problem.pitch)
+        .i32(problem.channels, problem.pixels, config.share(problem), problem.pitch, problem.row or problem.channels)
         .f32(factor)
     )
+    (store or QuantizedStore()).put(parameters)
     grid = (config.cluster * -(-problem.channels // config.channels), problem.images, 1)
     return parameters.launch(recipe, "means", grid, config.threads, cluster=config.cluster)
 
@@ -173,8 +183,8 @@ class ImageMeans(Reduction):
             return "it is for means, sums and norms of 16-bit floats"
         if 0 in made.x.shape or _channel_axis(made) is None:
             return "it is not over the pixels of images"
-        problem, out = self._problem(made), b.result(op.value)
-        if problem is None or out.offset % 8 or not out.is_like(_dense(out, problem.channels)):
+        problem, out = self._problem(made), b.result(self._stored(b, op))
+        if problem is None or out.offset % 8 or not out.is_like(_rows(out)):
             return "the image or its means are not channels-last at multiples of 16 bytes"
         found = candidates(problem, b.gpu)
         if not found:
@@ -183,6 +193,10 @@ class ImageMeans(Reduction):
         if estimate(problem, found[0], b.gpu) > general_seconds(problem, grid, b.gpu):
             return "the general kernels are predicted to be as fast"
         return None
+
+    def _stored(self, b: Builder, op: Op) -> Value:
+        """The value that the launch stores."""
+        return op.value
 
     @staticmethod
     def _problem(made: Reduced) -> Problem | None:
@@ -210,11 +224,67 @@ class ImageMeans(Reduction):
         problem = None if made is None else self._problem(made)
         assert made is not None
         assert problem is not None
-        reads = [b.operand(op.inputs[0])]
-        if op.kind in RULES:
-            reads.append(b.constant(np.array(made.named, np.int64), "axes"))
-        made_launch = launch(problem, config, 1.0 / problem.pixels if made.how == "ReduceMean" else 1.0, b.gpu)
-        b.emit(op, made_launch, {"x": made.x, "output": out}, op.kind, made.attrs, reads, [out])
+        launched = launch(replace(problem, row=out.strides[0]), config, _factor(problem, made), b.gpu)
+        b.emit(op, launched, {"x": made.x, "output": out}, op.kind, made.attrs, _reads(b, op, made), [out])
+
+
+class QuantizedMeans(TakesAfter, ImageMeans):
+    """Means, sums and norms over all pixels of images with the quantization of the result (squeeze-and-excitation before a
+    quantized convolution)."""
+
+    name = "means_quantized"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        to = quantizer_of(b, op.value)
+        if to is None or b.graph.sole_user(op.value) is None or op.value in b.reserved:
+            return "nothing quantizes its result, or it has other readers"
+        if StagedReduction().refuse(b, op) is None:
+            return "the operator before it is computed in its launch, which saves more bytes"
+        return no_conversion(to.to.dtype, b.arch) or super().refuse(b, op)
+
+    @staticmethod
+    def _quantizer(b: Builder, op: Op) -> Quantizer:
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        return to
+
+    def _stored(self, b: Builder, op: Op) -> Value:
+        return self._quantizer(b, op).op.value
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The reduction and the quantization."""
+        return Region(op, after=(self._quantizer(b, op).op,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the 8-bit result."""
+        b.target(self._stored(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Config) -> None:
+        to, made = self._quantizer(b, op), reduction_of(b, op)
+        problem = None if made is None else self._problem(made)
+        assert made is not None
+        assert problem is not None
+        out = b.target(to.op.value)
+        launched = launch(
+            replace(problem, narrow=to.to.dtype, row=out.strides[0]),
+            config,
+            _factor(problem, made),
+            b.gpu,
+            QuantizedStore.of(to.to),
+        )
+        covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, False, made.attrs)
+        b.emit(covers, launched, {"x": made.x, "output": out}, "Quantized", attrs, _reads(b, op, made), [out])
+
+
+def _reads(b: Builder, op: Op, made: Reduced) -> list[TensorView]:
+    """The operands of the meaning: the image, and the axes of a reduction."""
+    axes = [b.constant(np.array(made.named, np.int64), "axes")] if op.kind in RULES else []
+    return [b.operand(op.inputs[0]), *axes]
+
+
+def _factor(problem: Problem, made: Reduced) -> float:
+    """The factor of the sum."""
+    return 1.0 / problem.pixels if made.how == "ReduceMean" else 1.0
 
 
 def _channel_axis(made: Reduced) -> int | None:
@@ -223,6 +293,6 @@ def _channel_axis(made: Reduced) -> int | None:
     return {tuple(range(2, rank)): 1, tuple(range(1, rank - 1)): rank - 1}.get(made.axes) if rank > 2 else None
 
 
-def _dense(out: TensorView, channels: int) -> tuple[int, ...]:
-    """Strides of contiguous results."""
-    return tuple(channels if k == 0 else 1 for k in range(len(out.shape)))
+def _rows(out: TensorView) -> tuple[int, ...]:
+    """Strides of results that are contiguous for each image."""
+    return tuple(out.strides[0] if k == 0 else 1 for k in range(len(out.shape)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,51 @@ def test_a_pool_includes_16_bit_quantization_of_its_result(kind: str) -> None:
 def test_16_bit_quantization_on_the_processor(kind: str, tmp_path: Path) -> None:
     graph = sixteen_bits(kind)
     assert compare_steps(lowered(graph, "fp16"), feeds_of(graph), 2e-3, tmp_path)
+
+
+def eight_bits(kind: str, zero: int = 0, *, stored: bool = True, dtype: Any = np.int8) -> Graph:
+    """A pool between a convolution and 8-bit values. ``stored``: its operand has 8 bits, and another convolution reads it
+    (ResNet-D)."""
+    n = QNet()
+    x = n.op("Relu", n.qconv(n.fake(n.input(2, 8, 9, 7), 0.03), 16))
+    x = n.fake(x, 0.02, zero, dtype) if stored else x
+    attrs = {"AveragePool": AveragePoolAttrs, "LpPool": LpPoolAttrs, "MaxPool": MaxPoolAttrs}[kind]
+    y = n.op(kind, x, attrs=attrs((3, 3), (2, 2), (1, 1, 1, 1), (1, 1)))
+    return n.done(n.qconv(n.fake(y, 0.06 if kind == "LpPool" else 0.015, zero, dtype), 8), n.qconv(x, 8))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("kind", ["AveragePool", "LpPool", "MaxPool"])
+def test_a_pool_before_8_bit_values_is_one_launch(kind: str, stored: bool, precision: str) -> None:
+    """It stores 8 bits. If its operand is stored in 8 bits, it reads them."""
+    program = check_simulated(eight_bits(kind, stored=stored), precision)
+    if kind == "MaxPool" and stored:
+        return  # it compares integers
+    (step,) = (s for s in program.steps if s.params.get("op", {}).get("kind") == kind)
+    assert step.params["tactic"] == "window_pool_staged"
+    assert ("const i8* x;" in text_of(program)) == stored
+    assert "i8* y;" in text_of(program)
+
+
+def test_integers_that_two_pools_read_are_dequantized_once() -> None:
+    """Their launch is there anyway: the pools read its floats."""
+    n = QNet()
+    x = n.fake(n.qconv(n.fake(n.input(2, 8, 9, 7), 0.03), 16), 0.02)
+    pools = [n.average_pool(x, k, strides=1, pads=k // 2) for k in (3, 5)]
+    program = check_simulated(n.done(n.qconv(x, 8), *(n.qconv(n.fake(p, 0.01), 8) for p in pools)), "fp16")
+    assert kinds(program).count("AveragePool") == 2
+    assert "i8* x;" not in "".join(t for k in program.kernels for t in k.generated.values() if " window(" in t)
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize(("zero", "dtype"), [(0, np.int8), (-7, np.int8), (130, np.uint8)])
+@pytest.mark.parametrize("stored", [True, False])
+def test_8_bit_pools_on_the_processor(stored: bool, zero: int, dtype: Any, precision: str, tmp_path: Path) -> None:
+    """All bits are those of the meaning."""
+    graph = eight_bits("AveragePool", zero, stored=stored, dtype=dtype)
+    assert compare_steps(lowered(graph, precision), feeds_of(graph), 1e-3, tmp_path)
 
 
 def peaks(*, pooled_first: bool = True, last: bool = False) -> Graph:

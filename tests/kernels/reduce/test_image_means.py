@@ -14,12 +14,15 @@ from support import emulated
 from support.host import needs_compiler
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.quantized_nets import QNet
 from support.simulated import check_simulated, kinds, lowered
 from support.sweep import every
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.reduce import means
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -106,7 +109,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
             lambda: gate(channels=17),
             "fp16",
             "cuda:sm_90a",
-            "the image or its means are not channels-last at multiples of 16 bytes",
+            "its number of channels is not a multiple of 8",
         ),
         (
             lambda: gate(size=512, batch=1, channels=8),
@@ -131,6 +134,49 @@ def test_large_images_are_summed_by_clusters(shape: tuple[int, int, int]) -> Non
     tactics = lowered(n.done(n.op("GlobalAveragePool", x)), target="cuda:sm_90a").meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "GlobalAveragePool"]
     assert found["tactic"] == "means_sm90"
+
+
+def squeezed(channels: int = 72, *, used: bool = False, dtype: Any = np.int8, flat: bool = False) -> Graph:
+    """Means of an image that a quantized product reads, as TensorRT's tools quantize squeeze-and-excitation."""
+    n = QNet()
+    x = n.op("Relu", n.qconv(n.fake(n.input(2, 16, 28, 28), 0.03), channels, 1))
+    mean = n.op("GlobalAveragePool", x)
+    y = n.fake(n.op("Reshape", mean, n.ints(2, channels)) if flat else mean, 0.01, -3 if dtype == np.int8 else 4, dtype)
+    if flat:
+        return n.done(n.qgemm(y, 16))
+    gated = n.op("Mul", x, n.op("Sigmoid", n.qconv(y, channels, 1)))
+    return n.done(gated, *([n.op("Tanh", mean)] if used else []))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("channels", "dtype"), [(64, np.int8), (72, np.uint8)])
+def test_quantized_means_are_one_launch(channels: int, dtype: Any, flat: bool) -> None:
+    """Also if the convolution wants its image in rows of a multiple of 16 channels."""
+    program = check_simulated(squeezed(channels, dtype=dtype, flat=flat), "fp16")
+    (step,) = (s for s in program.steps if str(s.params.get("tactic")).startswith("means_quantized"))
+    assert step.params["op"]["kind"] == "Quantized"
+
+
+def activated() -> Graph:
+    """Means of an activation that their launch can compute: its result was not rounded."""
+    n = QNet()
+    x = n.fake(n.qconv(n.fake(n.input(2, 16, 28, 28), 0.03), 72, 1), 0.02)
+    y = n.qconv(n.fake(n.op("GlobalAveragePool", n.op("Exp", x)), 0.01), 72, 1)
+    return n.done(y, n.qconv(x, 16))
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (squeezed(used=True), "nothing quantizes its result, or it has other readers"),
+        (activated(), "the operator before it is computed in its launch, which saves more bytes"),
+    ],
+    ids=["used", "activated"],
+)
+def test_means_that_are_not_quantized(graph: Graph, because: str) -> None:
+    tactics = lowered(graph, "fp16", "cuda:sm_90a").meta["tactics"]
+    found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_quantized"]
+    assert found == [because]
 
 
 P = means.Problem(2, 784, 72, 80)
@@ -170,16 +216,38 @@ def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, 
     np.testing.assert_allclose(held["output"], np.sqrt(wanted) if root else wanted, rtol=2e-3, atol=1e-5)
 
 
+@needs_compiler
+def test_the_quantizing_kernel_on_the_processor(tmp_path: Path) -> None:
+    """It rounds the mean to 16 bits first: all bits are those of the two launches. Gaps between rows stay as they are."""
+    problem, to = replace(P, narrow="uint8", row=80), QuantParams("uint8", 0.001, 120)
+    made = means.launch(problem, means.Config(1, 256, 32), 1 / P.pixels, GPU, QuantizedStore.of(to))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["vectors.cuh"])
+    x = np.random.default_rng(3).standard_normal((2, P.pixels, P.pitch)).astype(np.float16)
+    held = {"x": emulated.aligned(x), "output": emulated.aligned(np.full((2, 80), 7, np.uint8))}
+    emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
+    mean = x[..., : P.channels].astype(np.float64).mean(1).astype(np.float16).astype(np.float32)
+    wanted = np.rint(np.clip(mean * np.float32(1000), -120, 135)) + 120
+    assert np.abs(held["output"][:, :72] - wanted).max() <= 1
+    assert (held["output"][:, :72] == wanted).mean() > 0.97  # the sums have another order
+    assert len(np.unique(wanted)) > 20
+    assert (held["output"][:, 72:] == 7).all()
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("cluster", "threads", "channels", "root"),
     every(7, product(means.CLUSTERS, means.THREADS, means.WIDTHS, (False, True))),
 )
 def test_the_kernel_compiles_without_spills(cluster: int, threads: int, channels: int, root: bool) -> None:
-    problem = replace(P, pixels=8 * 784, squares=root, root=root)
+    problem = replace(P, pixels=8 * 784, squares=root, root=root, narrow="int8" if root else "")
     config = means.Config(cluster, threads, channels)
     (kernel,) = nvrtc.resources(means.launch(problem, config, 1.0, GPU).recipe).values()
     assert kernel.spill_bytes == 0
+
+
+@pytest.mark.hopper
+def test_quantized_means_do_what_their_step_means() -> None:
+    checked_launches(squeezed(), "fp16")
 
 
 @pytest.mark.hopper

@@ -3,9 +3,11 @@
 // A cluster of CLUSTER blocks takes CHANNELS channels of an image, each block a share of its pixels. THREADS take vectors of eight channels,
 // LINES pixels apart, AHEAD at a time. Warps add by shuffles, and the first block of the cluster adds the sums of all blocks.
 //
-// generated.cuh defines CLUSTER, THREADS, CHANNELS (a power of two from 32 on), AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
+// generated.cuh defines CLUSTER, THREADS, CHANNELS (a power of two from 32 on), AHEAD, SQUARES (1: of the elements' squares), ROOT (1: the root of the result)
+// and NARROW (1: the result is quantized to integers, 2: to fp8).
 #include "vectors.cuh"
 #include "generated.cuh"
+#include "narrow.cuh"
 #if CLUSTER > 1
 #include "ptx.cuh"
 #endif
@@ -14,9 +16,10 @@ constexpr int VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, WARPS = THREADS
 
 struct Params {
     const u16* x;                                  // [images][pixels][pitch]
-    u16* output;                                   // [images][channels]
-    int channels, pixels, share, pitch;            // share: pixels per block; channels: a multiple of 8
+    void* output;                                  // [images][row], u16, or bytes
+    int channels, pixels, share, pitch, row;       // share: pixels per block; channels: a multiple of 8; row: at least as many
     float factor;                                  // of the sum
+    Narrow narrow;
 };
 
 __shared__ float partial[WARPS][CHANNELS];
@@ -75,5 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     for (int r = 0; r < CLUSTER; r++) total += gathered[r][own];
 #endif
     total *= p.factor;
-    if (threadIdx.x < CHANNELS && slab + own < p.channels) p.output[(long long)image * p.channels + slab + own] = pack1(ROOT ? sqrtf(total) : total);
+    if (threadIdx.x >= CHANNELS || slab + own >= p.channels) return;
+    const long long at = (long long)image * p.row + slab + own;
+    const u16 result = pack1(ROOT ? sqrtf(total) : total);
+    if (NARROW) static_cast<u8*>(p.output)[at] = u8(narrow_four<NARROW == 2>(p.narrow, unpack1(result), 0.0f, 0.0f, 0.0f));
+    else static_cast<u16*>(p.output)[at] = result;
 }
