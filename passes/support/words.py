@@ -192,6 +192,7 @@ RULES: Mapping[str, str] = {
     "norms_of_filters": "norms of modulated filters computed as products with squared constants",
     "products_of_tables": "products of rows of constant tables computed when the network is built",
     "gathered_products": "products of gathered rows computed before the gather",
+    "common_features": "products of features that many rows have in common computed once",
     "gather_by_one_index": "gathers of elements by one common index written as gathers of rows",
     "pixel_shuffle": "filters before pixel shuffles ordered by pixels, so that blocks of channels move",
     "pad_channels": "channels between convolutions padded to a multiple of 8",
