@@ -45,8 +45,9 @@ MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 LESS = 2
 """Smallest ratio of the numbers of multiplications before and after."""
 LEAST_SAVED = 300_000_000
-"""Fewest multiplications that a separate product of common features saves: they take as long as two launches at 16 bits. It adds a
-launch, and the sum may be one, while a Concat is a launch less."""
+"""Fewest multiplications that a separate product of common features saves: they take about as long as two launches at 16 bits."""
+ADDITION = 300
+"""So many multiplications take about as long as reading and writing an element: the sum of products may be a launch."""
 DEPTH = 12
 """Most operators between a product and its gathered rows. Shortcuts and the steps of loops are chains of hundreds of sums."""
 TABLE = 1 << 20
@@ -237,8 +238,10 @@ def common_features(graph: Graph, op: Op) -> Match | Miss | None:
             own.append(part)
     if not common:
         return None
+    if own:
+        saved -= ADDITION * math.prod(op.outputs[0].type.static_shape)
     if saved < LEAST_SAVED:
-        return Miss(f"it would save {saved} multiplications, which take less time than a launch")
+        return Miss("what it would save takes less time than a launch that adds the products")
     if graph.sole_user(operand(op)) is None:
         return Miss("its rows are also read by others")
     width = {t: graph.type(t.value).static_shape[t.axis] for t in (*common, *own)}

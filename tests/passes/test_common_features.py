@@ -12,7 +12,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes import gathered_products
-from optdnn.passes.gathered_products import LEAST_SAVED, GatheredProducts
+from optdnn.passes.gathered_products import ADDITION, GatheredProducts
 
 B, N, C, D, MADE = 2, 12, 8, 16, 24
 FIRES = {"common_features": 1}
@@ -22,6 +22,7 @@ FIRES = {"common_features": 1}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small networks are rewritten, too."""
     monkeypatch.setattr(gathered_products, "LEAST_SAVED", 1)
+    monkeypatch.setattr(gathered_products, "ADDITION", 0)
 
 
 def of_points(n: Net, points: int = N, features: int = D) -> tuple[Value, Value]:
@@ -121,19 +122,32 @@ def test_rows_that_others_read() -> None:
     check_refused(GatheredProducts(), graph, because="its rows are also read by others", rule="common_features")
 
 
+LAUNCH = "what it would save takes less time than a launch that adds the products"
+
+
 def test_few_multiplications() -> None:
     """In a small network, launches take longer than what is saved."""
     n = Net()
-    count = B * MADE * D * (N - 1)
-    because = f"it would save {count} multiplications, which take less time than a launch"
-    check_refused(GatheredProducts(), n.done(n.conv(points(n), MADE, 1, pads=0)), because=because)
+    check_refused(GatheredProducts(), n.done(n.conv(points(n), MADE, 1, pads=0)), because=LAUNCH)
 
 
-def test_many_multiplications() -> None:
-    n, features = Net(np.float64), 512
-    count = LEAST_SAVED // (B * MADE * features) + 2
-    graph = n.done(n.conv(points(n, count, features), MADE, 1, pads=0))
-    check_pass(GatheredProducts(), graph, changes=1, rules=FIRES)
+@pytest.mark.parametrize("features", [ADDITION + 100, ADDITION])
+def test_many_multiplications(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they save more time than the addition takes."""
+    monkeypatch.setattr(gathered_products, "LEAST_SAVED", B * MADE * N * 50)
+    n = Net(np.float64)
+    graph = n.done(n.conv(points(n, N, features), MADE, 1, pads=0))
+    if features > ADDITION:
+        check_pass(GatheredProducts(), graph, changes=1, rules=FIRES)
+    else:
+        check_refused(GatheredProducts(), graph, because=LAUNCH)
+
+
+def test_rows_of_nothing_but_common_features_need_no_further_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_products, "LEAST_SAVED", B * MADE * (N - 1) * D)
+    n = Net(np.float64)
+    rows = n.op("Expand", n.op("Relu", n.input(B, 1, D)), n.ints(B, N, D))
+    check_pass(GatheredProducts(), n.done(n.op("Tanh", n.matmul(rows, MADE))), changes=1, rules=FIRES)
 
 
 @pytest.mark.usefixtures("small")
