@@ -332,6 +332,7 @@ RULES: Mapping[str, str] = {
     "shifted_softmax": "shifts of whole rows before a Softmax removed",
     "floored_softmax": "floors under masked scores removed",
     "normalized_softmax": "normalizations of a Softmax's result removed",
+    "softmax_of_best": "largest elements of a Softmax, divided by their sum, computed as a Softmax of the largest scores",
     "layer_norm": "layer and instance normalizations recognized",
     "rms_norm": "RMS normalizations recognized",
     "layer_norm_of_channels": "layer normalizations over channels recognized",
