@@ -45,6 +45,7 @@ from optdnn.passes.rules.merged_heads import (
 )
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
+from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
@@ -340,4 +341,6 @@ class FuseAttention(RulePass):
         split_items,
         heads_before_parts,
         ordered_features,
+        ordered_heads,
+        ordered_results,
     )

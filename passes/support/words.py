@@ -397,6 +397,8 @@ RULES: Mapping[str, str] = {
     "sibling_sums": "sums of convolutions of the same two values merged into one",
     "sibling_sums_of_steps": "sums of sibling convolutions and one step of other results merged",
     "heads_before_parts": "attentions within parts given their true heads",
+    "ordered_heads": "filters before attention ordered by heads",
+    "ordered_results": "filters after attention ordered by heads",
     "ordered_features": "features of attentions joined in the order of their heads",
     "written_shuffle": "shuffles of pixels recognized",
     "shuffled_sum": "sums of shuffled images computed before the shuffle",
