@@ -47,6 +47,7 @@ from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
+from optdnn.passes.rules.summed_attention import SummedAttention
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
@@ -331,6 +332,7 @@ class FuseAttention(RulePass):
         shared_weights,
         values_first,
         written_attention,
+        SummedAttention(),
         given_mask,
         repeated_heads,
         turned_features,

@@ -398,6 +398,7 @@ RULES: Mapping[str, str] = {
     "sibling_sums": "sums of convolutions of the same two values merged into one",
     "sibling_sums_of_steps": "sums of sibling convolutions and one step of other results merged",
     "heads_before_parts": "attentions within parts given their true heads",
+    "summed_attention": "attention of one query, written as sums, recognized",
     "ordered_heads": "filters before attention ordered by heads",
     "ordered_results": "filters after attention ordered by heads",
     "ordered_features": "features of attentions joined in the order of their heads",
