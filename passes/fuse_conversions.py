@@ -108,8 +108,8 @@ def choice_before_conversion(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> None:
         made = patch.add_op(op.kind, [operand(cast), *op.inputs[1:]], op.attrs, outputs=len(op.outputs))
-        at = len(op.outputs) - 1
-        patch.replace(Value(op.id, at), Value(made.id, at))
+        for at in range(op.kind == "TopK", len(op.outputs)):  # its second output may be absent
+            patch.replace(Value(op.id, at), Value(made.id, at))
         for back in readers:
             patch.replace(back.value, made.value)
 

@@ -119,10 +119,11 @@ def softmax_of_best(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"others also read the values of {best.name}")
 
     def build(patch: Patch) -> None:
-        chosen = patch.add_op("TopK", [operand(softmax), *best.inputs[1:]], best.attrs, outputs=2)
-        values, places = (Value(chosen.id, i) for i in (0, 1))
-        patch.replace(Value(best.id, 1), places)
-        patch.replace(op.value, patch.add("Softmax", [values], SoftmaxAttrs(axis)))
+        inputs = [operand(softmax), *best.inputs[1:]]
+        chosen = patch.add_op("TopK", inputs, best.attrs, outputs=len(best.outputs))
+        for at in range(1, len(best.outputs)):  # the places may be absent
+            patch.replace(Value(best.id, at), Value(chosen.id, at))
+        patch.replace(op.value, patch.add("Softmax", [chosen.value], SoftmaxAttrs(axis)))
 
     return Match((op, total, best, softmax), build)
 

@@ -7,6 +7,7 @@ gathered by a copy, for queries, keys and values and for the result. If the chan
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -34,11 +35,11 @@ def ordered_heads(graph: Graph, op: Op) -> Match | Miss | None:
             continue
         if isinstance(filters := _filters(graph, conv), Miss):
             return filters
-        return Match((conv,), lambda patch, v=value, c=conv, f=filters, o=order: _ordered(patch, v, c, f, o))
+        return Match((conv,), partial(_ordered, value, conv, filters, order))
     return None
 
 
-def _ordered(patch: Patch, value: Value, conv: Op, filters: tuple[Array, ...], order: Array) -> None:
+def _ordered(value: Value, conv: Op, filters: tuple[Array, ...], order: Array, patch: Patch) -> None:
     """The heads ``value``, as views of the convolution with its filters in this order."""
     own = [patch.constant(a[order].copy(), name) for a, name in zip(filters, ("weight", "bias"), strict=False)]
     y = patch.add("Conv", [operand(conv), *own], conv.attrs, src=conv.src)

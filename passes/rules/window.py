@@ -178,7 +178,8 @@ def _less_padded(graph: Graph, conv: Op, begins: Sequence[int], after: Sequence[
         pads[rank + k] = max(0, read - size)
         if pads[k] < 0 or size - read >= a.strides[k]:
             return Miss(f"without padding, {conv.name} would still compute what it cuts off")
-    return replace(a, pads=tuple(pads))
+    made: ConvAttrs = replace(a, pads=tuple(pads))
+    return made
 
 
 @rule("drop_taps", {"Conv"})

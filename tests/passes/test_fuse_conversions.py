@@ -206,6 +206,16 @@ def test_elements_that_are_converted_back_are_not_converted() -> None:
     )  # fmt: skip
 
 
+def test_elements_without_their_positions_are_not_converted() -> None:
+    """DeepSeek-V3 adds the two best scores of each group of experts."""
+    n = Net()
+    elements = to(n, n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(2)), FP16)
+    check_pass(
+        FuseConversions(), n.done(n.op("ReduceSum", elements, n.ints(1))), changes=1, kinds={"ReduceSum": 1, "TopK": 1},
+        context=CUDA, promoted_changes=0, rules={"choice_before_conversion": 1},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("back", [FP32, BF16])
 def test_elements_of_another_type_are_converted_first(back: DType) -> None:
     n = Net()

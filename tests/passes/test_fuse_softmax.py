@@ -171,13 +171,15 @@ def test_other_divisors_of_a_softmax_stay(other: dict[str, Any]) -> None:
 
 
 def router(
-    n: Net, *, kind: str = "ReduceSum", over: int = -1, along: int = -1, largest: bool = True, more: str = ""
-) -> Graph:
-    """The weights of the chosen experts, and their numbers (Mixtral). ``more`` has other readers."""
+    n: Net, *, kind: str = "ReduceSum", over: int = -1, along: int = -1, largest: bool = True, more: str = "",
+    numbers: bool = True,
+) -> Graph:  # fmt: skip
+    """The weights of the chosen experts, and their ``numbers`` (Mixtral). ``more`` has other readers."""
     s = n.op("Softmax", n.op("Relu", n.input(3, 6)), attrs=SoftmaxAttrs(1))
-    best, places = n.op("TopK", s, n.ints(2), attrs=TopKAttrs(along, largest), outputs=2)
+    found = n.op("TopK", s, n.ints(2), attrs=TopKAttrs(along, largest), outputs=1 + numbers)
+    best, *places = found if numbers else (found,)
     weights = n.op("Div", best, n.op(kind, best, n.ints(over), attrs=ReduceAttrs()))
-    return n.done(weights, places, *([n.op("Sqrt", {"best": best, "softmax": s}[more])] if more else []))
+    return n.done(weights, *places, *([n.op("Sqrt", {"best": best, "softmax": s}[more])] if more else []))
 
 
 @pytest.mark.parametrize("kind", ["ReduceSum", "ReduceL1"])
@@ -186,6 +188,11 @@ def test_weights_of_chosen_experts(kind: str, largest: bool) -> None:
     graph = router(Net(np.float64), kind=kind, largest=largest)
     kinds = {"Relu": 1, "Softmax": 1, "TopK": 1}
     check_pass(FuseSoftmax(), graph, changes=1, kinds=kinds, rules={"softmax_of_best": 1})
+
+
+def test_weights_without_the_numbers_of_the_experts() -> None:
+    graph = router(Net(np.float64), numbers=False)
+    check_pass(FuseSoftmax(), graph, changes=1, rules={"softmax_of_best": 1})
 
 
 def test_a_softmax_with_another_reader_stays_beside_that_of_the_chosen_experts() -> None:
