@@ -89,7 +89,7 @@ def _match(graph: Graph, op: Op, most: int) -> Match | Miss | None:
 
 
 def _sum(graph: Graph, op: Op, axis: int) -> _Sum | None:
-    """The sum along ``axis`` (-1: features, -2: keys) of a product, one factor of which is repeated along the other one."""
+    """The sum along ``axis`` (-1: features, -2: keys) of a product. One factor is repeated along the other axis."""
     product = producer(graph, operand(op), {"Mul"}, alone=True)
     dims = graph.type(operand(op)).dims if product is not None else ()
     if product is None or len(dims) not in (3, 4):

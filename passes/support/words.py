@@ -291,7 +291,7 @@ RULES: Mapping[str, str] = {
     # convolutions
     "known_pads": "padding computed from known sizes",
     "crop_conv": "crops merged into the pads of convolutions",
-    "pixel_of_conv": "convolutions of which one position is read compute that position only",
+    "pixel_of_conv": "single positions of convolutions computed alone",
     "crop_transpose": "crops merged into the pads of transposed convolutions",
     "pad_conv": "Pads merged into convolutions",
     "drop_taps": "filter taps over padding dropped",

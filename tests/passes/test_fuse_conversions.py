@@ -196,7 +196,7 @@ def test_positions_are_found_before_a_conversion(kind: str) -> None:
 
 
 def test_elements_that_are_converted_back_are_not_converted() -> None:
-    """A router's scores, of which a softmax weighs the largest ones."""
+    """A router: a softmax weighs its largest scores."""
     n = Net()
     elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)
     weights = n.op("Softmax", to(n, elements, FP16), attrs=SoftmaxAttrs(1))
