@@ -49,7 +49,7 @@ from optdnn.passes.rules.shape import (
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
 from optdnn.passes.rules.unit_axes import unit_axis, unit_windows
-from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
+from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool, pixel_of_conv
 
 
 class Canonicalize(RulePass):
@@ -110,6 +110,7 @@ class Canonicalize(RulePass):
         sum_is_mean,  # norms are recognized by their means
         pad_conv,
         crop_conv,
+        pixel_of_conv,
         crop_transpose,
         drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,

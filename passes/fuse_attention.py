@@ -45,7 +45,9 @@ from optdnn.passes.rules.merged_heads import (
 )
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
+from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
+from optdnn.passes.rules.summed_attention import SummedAttention
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
@@ -330,6 +332,7 @@ class FuseAttention(RulePass):
         shared_weights,
         values_first,
         written_attention,
+        SummedAttention(),
         given_mask,
         repeated_heads,
         turned_features,
@@ -340,4 +343,6 @@ class FuseAttention(RulePass):
         split_items,
         heads_before_parts,
         ordered_features,
+        ordered_heads,
+        ordered_results,
     )

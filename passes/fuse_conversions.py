@@ -96,19 +96,24 @@ def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("choice_before_conversion", {"ArgMax", "ArgMin", "TopK"})
 def choice_before_conversion(graph: Graph, op: Op) -> Match | Miss | None:
-    """The positions of the largest elements are those before a conversion from 16-bit floats to fp32: nothing is converted."""
+    """The positions of the largest elements are those before a conversion from 16-bit floats to fp32: nothing is converted.
+
+    Neither are elements that are converted back: scores of experts, before a softmax of the largest ones."""
     cast = graph.op(operand(op))
     if _converts(graph, cast) != "widens":
         return None
-    if op.kind == "TopK" and list(graph.users(op.value)):
+    readers, narrow = graph.users(op.value) if op.kind == "TopK" else [], graph.type(operand(cast)).dtype
+    if any(u.kind != "Cast" or u.attrs.to != narrow for u in readers):
         return Miss("the elements are read as well, and would be converted afterwards")
 
     def build(patch: Patch) -> None:
         made = patch.add_op(op.kind, [operand(cast), *op.inputs[1:]], op.attrs, outputs=len(op.outputs))
-        at = len(op.outputs) - 1
-        patch.replace(Value(op.id, at), Value(made.id, at))
+        for at in range(op.kind == "TopK", len(op.outputs)):  # its second output may be absent
+            patch.replace(Value(op.id, at), Value(made.id, at))
+        for back in readers:
+            patch.replace(back.value, made.value)
 
-    return Match((op,), build)
+    return Match((op, *readers), build)
 
 
 @rule("conversion_before_resize", {"Resize"})

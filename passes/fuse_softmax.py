@@ -3,6 +3,9 @@
 Softmax is ``exp(x - max) / sum(exp(x - max))``, with or without the maximum: in exact arithmetic, a shift that is constant along
 the axis changes nothing, and the fused op always subtracts the maximum. Log-softmax is ``x - log(sum(exp(x)))`` in several forms.
 A division of a softmax by its own sum, which is 1, disappears.
+
+The largest elements of a softmax, divided by their sum, are a softmax of the largest scores: mixtures of experts weigh the chosen
+experts in this form (Mixtral: Jiang et al., 2024).
 """
 
 from __future__ import annotations
@@ -95,6 +98,36 @@ def normalized_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match |
     return Match((root,), lambda patch: operand(root))
 
 
+@rule("softmax_of_best", {"Div"})
+def softmax_of_best(graph: Graph, op: Op) -> Match | Miss | None:
+    """``v / sum(v)`` of the largest elements v of a softmax is a softmax of the largest scores, in the same order."""
+    best, total = graph.op(operand(op)), producer(graph, operand(op, 1), {"ReduceSum", "ReduceL1"}, alone=True)
+    if best.kind != "TopK" or operand(op) != best.value or total is None or operand(total) != best.value:
+        return None
+    softmax, axes = producer(graph, operand(best), {"Softmax"}), reduced(graph, total)
+    rank = graph.type(best.value).rank
+    if softmax is None or rank is None:
+        return None
+    if isinstance(axes, Miss):
+        return axes
+    axis = softmax.attrs.axis % rank
+    if (best.attrs.axis % rank,) != axes or axes != (axis,):
+        return Miss(
+            f"the softmax is along axis {axis}, the selection along {best.attrs.axis % rank}, the sum over {axes}"
+        )
+    if {u.id for u in graph.users(best.value)} != {op.id, total.id}:
+        return Miss(f"others also read the values of {best.name}")
+
+    def build(patch: Patch) -> None:
+        inputs = [operand(softmax), *best.inputs[1:]]
+        chosen = patch.add_op("TopK", inputs, best.attrs, outputs=len(best.outputs))
+        for at in range(1, len(best.outputs)):  # the places may be absent
+            patch.replace(Value(best.id, at), Value(chosen.id, at))
+        patch.replace(op.value, patch.add("Softmax", [chosen.value], SoftmaxAttrs(axis)))
+
+    return Match((op, total, best, softmax), build)
+
+
 @rule("shifted_softmax", {"Softmax", "LogSoftmax"})
 def shifted_softmax(graph: Graph, op: Op) -> Match | Miss | None:
     """``softmax((x - r) * c)`` is ``softmax(x * c)`` if ``r`` is constant along the axis: the softmax subtracts its own maximum.
@@ -166,4 +199,4 @@ class FuseSoftmax(RulePass):
     """A softmax is found before its logarithm."""
 
     name = "fuse_softmax"
-    rules = (Softmax(), LogSoftmax(), normalized_softmax, shifted_softmax, floored_softmax)
+    rules = (Softmax(), LogSoftmax(), normalized_softmax, softmax_of_best, shifted_softmax, floored_softmax)

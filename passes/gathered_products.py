@@ -5,6 +5,10 @@ Networks of points and of graphs multiply edge features: the features of an edge
 points. A product with a constant matrix commutes with operators that move rows, with sums, and with a Concat of columns: each part
 of the Concat has its own rows of the matrix. So each point is multiplied once, and the products are gathered and added.
 
+Features that many rows have in common are multiplied once, too: those of a whole picture or shape beside those of its pixels or
+points (PointNet: Qi et al., 2017; DeepLab: Chen et al., 2017; DPT: Ranftl et al., 2021), or those of two objects beside each other
+(Relation Networks: Santoro et al., 2017). Their product is added to the product of the other features.
+
 Rows of a constant table are multiplied when the network is built. Audio codecs project the codes of a vector quantizer (DAC: Kumar
 et al., 2023).
 """
@@ -19,16 +23,14 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.binary import CastAttrs, ModAttrs
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.rows_by_index import gather_by_one_index, rows_by_one_index
 from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import (
     RESHAPES,
-    exchange_last,
     in_shape,
     integers,
     operand,
@@ -36,12 +38,16 @@ from optdnn.passes.support.facts import (
     shape_of,
     sizes_of,
 )
-from optdnn.types import INT64, Array, normalize_axis
+from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 """Kinds that move rows of operand 0."""
 LESS = 2
 """Smallest ratio of the numbers of multiplications before and after."""
+LEAST_SAVED = 300_000_000
+"""Fewest multiplications that a separate product of common features saves: they take about as long as two launches at 16 bits."""
+ADDITION = 300
+"""So many multiplications take about as long as reading and writing an element: the sum of products may be a launch."""
 DEPTH = 12
 """Most operators between a product and its gathered rows. Shortcuts and the steps of loops are chains of hundreds of sums."""
 TABLE = 1 << 20
@@ -155,8 +161,11 @@ def _has_channels(graph: Graph, op: Op, axis: int) -> bool:
 
 
 def _rows(graph: Graph, term: _Term) -> int:
-    shape = graph.type(term.value).static_shape
-    return math.prod(shape) // shape[term.axis]
+    return _elements(graph, term) // graph.type(term.value).static_shape[term.axis]
+
+
+def _elements(graph: Graph, term: _Term) -> int:
+    return math.prod(graph.type(term.value).static_shape)
 
 
 def _axis_before(graph: Graph, op: Op, axis: int) -> int | None:
@@ -211,6 +220,62 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *_between(graph, operand(op), terms)), lambda patch: _build(patch, product, terms, width))
 
 
+@rule("common_features", {"Conv", "Gemm", "MatMul"})
+def common_features(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product with a constant matrix, of rows that have features in common. The other features stay side by side."""
+    product = _product(graph, op)
+    if product is None:
+        return None
+    whole = _Term(operand(op), product.axis, 0)
+    common, own, saved = list[_Term](), list[_Term](), 0
+    for part in _parts(graph, whole):
+        terms, elements = _terms(graph, part), _elements(graph, part)
+        fewer = sum(_elements(graph, t) for t in terms)
+        if LESS * fewer <= elements and any(move.kind == "Expand" for t in terms for move, _ in t.moves):
+            common += map(_broadcast, terms)
+            saved += (elements - fewer) * product.matrix.shape[1]
+        else:
+            own.append(part)
+    if not common:
+        return None
+    if own:
+        saved -= ADDITION * math.prod(op.outputs[0].type.static_shape)
+    if saved < LEAST_SAVED:
+        return Miss("what it would save takes less time than a launch that adds the products")
+    if graph.sole_user(operand(op)) is None:
+        return Miss("its rows are also read by others")
+    width = {t: graph.type(t.value).static_shape[t.axis] for t in (*common, *own)}
+
+    def build(patch: Patch) -> Value:
+        total = _sum(patch, product, common, width)
+        if own:
+            values, attrs = [t.value for t in own], ConcatAttrs(product.axis)
+            rest = replace(whole, value=values[0] if len(values) == 1 else patch.add("Concat", values, attrs))
+            matrix = np.concatenate([product.matrix[t.first : t.first + width[t]] for t in own])
+            total = patch.add("Add", [_multiplied(patch, rest, matrix, None), total])
+        return _filled(patch, product, total)
+
+    return Match((op, *_between(graph, operand(op), [*common, *own])), build)
+
+
+def _parts(graph: Graph, whole: _Term) -> list[_Term]:
+    """The operands of a Concat of channels; otherwise the value itself."""
+    op, found, first = graph.op(whole.value), list[_Term](), 0
+    if op.kind != "Concat" or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != whole.axis:
+        return [whole]
+    for value in op.inputs:
+        assert value is not None
+        found.append(replace(whole, value=value, first=first))
+        first += graph.type(value).static_shape[whole.axis]
+    return found
+
+
+def _broadcast(term: _Term) -> _Term:
+    """The term without an Expand at the end: an addition repeats its operands."""
+    last = term.moves[-1][0] if term.moves else None
+    return replace(term, moves=term.moves[:-1]) if last is not None and last.kind == "Expand" else term
+
+
 @rule("products_of_tables", {"Conv", "Gemm", "MatMul"})
 def products_of_tables(graph: Graph, op: Op) -> Match | Miss | None:
     """A product with a constant matrix, of rows that are gathered from a constant table."""
@@ -247,6 +312,17 @@ def _between(graph: Graph, value: Value, terms: Sequence[_Term]) -> list[Op]:
 
 
 def _build(patch: Patch, product: _Product, terms: Sequence[_Term], width: dict[_Term, int]) -> Value:
+    return _filled(patch, product, _sum(patch, product, terms, width))
+
+
+def _filled(patch: Patch, product: _Product, total: Value) -> Value:
+    """The result of a product, repeated for all its rows."""
+    dims = product.op.outputs[0].type.static_shape
+    return total if patch.type(total).dims == dims else patch.add("Expand", [total, integers(patch, dims, "shape")])
+
+
+def _sum(patch: Patch, product: _Product, terms: Sequence[_Term], width: dict[_Term, int]) -> Value:
+    """The sum of the products of the terms, and the bias."""
     matrices: dict[_Term, Array] = {}
     for t in terms:
         rows = t.sign * product.matrix[t.first : t.first + width[t]]
@@ -256,8 +332,7 @@ def _build(patch: Patch, product: _Product, terms: Sequence[_Term], width: dict[
         y = _moved(patch, t, _multiplied(patch, t, matrix, bias), matrix.shape[1])
         total, bias = y if total is None else patch.add("Add", [total, y]), None
     assert total is not None
-    dims = product.op.outputs[0].type.static_shape
-    return total if patch.type(total).dims == dims else patch.add("Expand", [total, integers(patch, dims, "shape")])
+    return total
 
 
 def _multiplied(patch: Patch, term: _Term, matrix: Array, bias: Array | None) -> Value:
@@ -291,77 +366,6 @@ def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
     return y
 
 
-@rule("gather_by_one_index", {"GatherElements"})
-def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
-    """A GatherElements with an index that is repeated for all channels becomes a Gather of rows, which are contiguous."""
-    expanded = producer(graph, op.input(1), {"Expand"})
-    shape, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
-    if expanded is None or shape is None or after is None:
-        return None
-    index, at = shape_of(graph, expanded.inputs[0]), normalize_axis(op.attrs.axis, len(shape))
-    if len(shape) < 2 or at != len(shape) - 1 or shape[:at] != after[:at]:
-        return None
-    stacks = after[: at - 1]
-    if index not in (
-        (*stacks, 1, after[at]),
-        *(((1,) * k + (after[at],)) for k in range(at + 1) if set(stacks) <= {1}),
-    ):
-        return None
-    return Match((op, expanded), lambda patch: _rows_by_index(patch, op, expanded, math.prod(stacks)))
-
-
-@rule("rows_by_one_index", {"GatherElements"})
-def rows_by_one_index(graph: Graph, op: Op) -> Match | None:
-    """A GatherElements with an index that is repeated along all later axes becomes a Gather of whole rows.
-
-    Detectors with two stages select the best queries in this form (Deformable DETR: Zhu et al., 2021)."""
-    expanded = producer(graph, op.input(1), {"Expand"})
-    shape, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
-    if expanded is None or shape is None or after is None:
-        return None
-    index, at = sizes_of(graph, operand(expanded)), normalize_axis(op.attrs.axis, len(shape))
-    if index is None or at == len(shape) - 1 or (shape[:at], shape[at + 1 :]) != (after[:at], after[at + 1 :]):
-        return None
-    index = (*[1] * (len(shape) - len(index)), *index)
-    one = set(index[:at]) <= {1}
-    if index[at] != after[at] or set(index[at + 1 :]) > {1} or not (one or index[:at] == shape[:at]):
-        return None
-
-    def build(patch: Patch) -> Value:
-        if one:
-            rows = in_shape(patch, operand(expanded), (after[at],), expanded.src)
-            return patch.add("Gather", [operand(op), rows], GatherAttrs(at))
-        rows = in_shape(patch, operand(expanded), (*after[: at + 1], 1), expanded.src)
-        if patch.type(rows).dtype != INT64:
-            rows = patch.add("Cast", [rows], CastAttrs(INT64), src=expanded.src)
-        return patch.add("GatherND", [operand(op), rows], GatherNDAttrs(at))
-
-    return Match((op, expanded), build)
-
-
-def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
-    """``stacks`` matrices [channels, rows], each with an index of its own, as rows of one matrix."""
-    (*_, channels, rows), after = patch.type(operand(op)).static_shape, op.outputs[0].type.static_shape
-    turned, many = TransposeAttrs(exchange_last(len(after))), stacks * after[-1]
-    index = operand(expanded)
-    if stacks > 1:
-        size, firsts = (
-            patch.constant(np.array(rows), "rows"),
-            patch.constant(np.arange(stacks)[:, None] * rows, "firsts"),
-        )
-        kind = patch.type(index).dtype
-        if kind != INT64:
-            index = patch.add("Cast", [index], CastAttrs(INT64), src=expanded.src)
-        index = in_shape(patch, index, (stacks, after[-1]), expanded.src)
-        inside = patch.add("Mod", [index, size], ModAttrs(), src=expanded.src)  # indices may count from the end
-        index = patch.add("Add", [inside, firsts], src=expanded.src)
-    index = in_shape(patch, index, (many,), expanded.src)
-    x = patch.add("Transpose", [operand(op)], turned, src=op.src)
-    y = patch.add("Gather", [in_shape(patch, x, (stacks * rows, channels), op.src), index], GatherAttrs(0), src=op.src)
-    y = in_shape(patch, y, (*after[:-2], after[-1], channels), op.src)
-    return patch.add("Transpose", [y], turned, src=op.src)
-
-
 class GatheredProducts(RulePass):
     name = "gathered_products"
-    rules = (products_of_tables, gathered_products, gather_by_one_index, rows_by_one_index)
+    rules = (products_of_tables, gathered_products, common_features, gather_by_one_index, rows_by_one_index)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import (
@@ -89,6 +91,14 @@ def _crop(graph: Graph, op: Op, kind: str) -> tuple[Op, tuple[int, ...], tuple[i
             return Miss(f"{conv.name} has a symbolic size")
         first, last, _ = slice(start, end).indices(size)
         begins[axis % rank], after[axis % rank] = first, size - max(first, last)
+    return _croppable(graph, conv, begins, after)
+
+
+def _croppable(
+    graph: Graph, conv: Op, begins: Sequence[int], after: Sequence[int]
+) -> tuple[Op, tuple[int, ...], tuple[int, ...]] | Miss:
+    """The convolution, and what is cut off at the begin and the end of each spatial axis."""
+    full = conv.outputs[0].type.dims
     if graph.sole_user(conv.value) is None:
         return Miss(f"the result of {conv.name} is used {graph.use_count(conv.value)} times")
     if any(begins[:2]) or any(after[:2]):
@@ -121,7 +131,43 @@ def crop_conv(graph: Graph, op: Op) -> Match | Miss | None:
     found = _crop(graph, op, "Conv")
     if found is None or isinstance(found, Miss):
         return found
-    conv, begins, after = found
+    conv, *_ = found
+    attrs = _less_padded(graph, *found)
+    return attrs if attrs is None or isinstance(attrs, Miss) else Match((op, conv), partial(_with, conv, attrs))
+
+
+def _with(conv: Op, attrs: ConvAttrs, patch: Patch) -> Value:
+    return patch.add("Conv", conv.inputs, attrs)
+
+
+@rule("pixel_of_conv", {"Gather"})
+def pixel_of_conv(graph: Graph, op: Op) -> Match | Miss | None:
+    """One position of a convolution's result is all that is computed, if less padding cuts off the others. A step of a network with
+    a state in a cache pads as it does for whole sequences (Mamba: Gu and Dao, 2023)."""
+    conv, index, shape = producer(graph, op.inputs[0], {"Conv"}), ints(graph, op.input(1)), shape_of(graph, op.input(0))
+    after = op.outputs[0].type.shape
+    if conv is None or index is None or len(index) != 1 or shape is None or after is None:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    size = shape[axis]
+    target = reshape_target((*shape[:axis], 1, *shape[axis + 1 :]), after)
+    if axis < 2 or not isinstance(size, int) or target is None:
+        return None
+    at = index[0] % size
+    found = _croppable(graph, conv, *([n if i == axis else 0 for i in range(len(shape))] for n in (at, size - 1 - at)))
+    attrs = found if isinstance(found, Miss) else _less_padded(graph, *found)
+    if attrs is None or isinstance(attrs, Miss):
+        return attrs
+
+    def build(patch: Patch) -> Value:
+        y = _with(conv, attrs, patch)
+        return y if patch.type(y).dims == after else reshaped(patch, y, target)
+
+    return Match((op, conv), build)
+
+
+def _less_padded(graph: Graph, conv: Op, begins: Sequence[int], after: Sequence[int]) -> ConvAttrs | Miss | None:
+    """The attributes with which a convolution does not compute what is cut off; None if nothing is."""
     a, rank = conv.attrs, len(begins)
     taps, sizes = shape_of(graph, operand(conv, 1)), shape_of(graph, operand(conv))
     if taps is None or sizes is None or not any((*begins, *after)):
@@ -139,7 +185,8 @@ def crop_conv(graph: Graph, op: Op) -> Match | Miss | None:
         pads[rank + k] = max(0, read - size)
         if pads[k] < 0 or size - read >= a.strides[k]:
             return Miss(f"without padding, {conv.name} would still compute what it cuts off")
-    return Match((op, conv), lambda patch: patch.add("Conv", conv.inputs, replace(a, pads=tuple(pads))))
+    made: ConvAttrs = replace(a, pads=tuple(pads))
+    return made
 
 
 @rule("drop_taps", {"Conv"})

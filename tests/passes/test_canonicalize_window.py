@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.passes.base import Miss
@@ -219,6 +221,51 @@ def test_crops_of_a_convolution(options: dict[str, Any], pads: tuple[int, int]) 
 def test_crops_of_a_convolution_that_are_refused(options: dict[str, Any], because: str) -> None:
     n = Net(np.float64)
     check_refused(CANON, n.done(cropped(n, **options)[1]), because=because, rule="crop_conv")
+
+
+def one(n: Net, index: Any = 3, axis: int = 2, shape: tuple[Any, ...] = (4,), **options: Any) -> tuple[Value, Value]:
+    """A causal convolution of four taps over a cache and a new element (``shape``), and one position of its result."""
+    rank = len(shape)
+    attrs = ConvAttrs((1,) * rank, (3,) * (2 * rank), (1,) * rank, 4)
+    y = n.op("Conv", n.input(2, 4, *shape), n.random(4, 1, *(4,) * rank), n.random(4), attrs=replace(attrs, **options))
+    return y, n.op("Gather", y, n.const(index, np.int64), attrs=GatherAttrs(axis))
+
+
+@pytest.mark.parametrize(
+    ("options", "pads"),
+    [
+        ({}, (0, 0)),
+        ({"index": -4, "axis": -1}, (0, 0)),
+        ({"index": [3]}, (0, 0)),
+        ({"shape": (3,), "index": 2}, (1, 0)),
+        ({"shape": (3,), "index": 3}, (0, 1)),
+        ({"index": 2}, None),
+        ({"index": 5}, None),
+        ({"shape": (4, 6)}, (0, 3, 0, 3)),
+        ({"dilations": (2,), "pads": (6, 6), "shape": (7,), "index": 6}, (0, 0)),
+    ],
+)
+def test_one_position_of_a_convolution(options: dict[str, Any], pads: tuple[int, ...] | None) -> None:
+    n = Net(np.float64)
+    graph = n.done(one(n, **options)[1])
+    if pads is None:
+        check_refused(CANON, graph, because="would still compute what it cuts off", rule="pixel_of_conv")
+        return
+    kinds = {"Conv": 1} if options.get("index") == [3] else {"Conv": 1, "Reshape": 1}
+    after, _ = check_pass(CANON, graph, changes=1, kinds=kinds, rules={"pixel_of_conv": 1})
+    assert after.of_kind("Conv")[0].attrs.pads == pads
+
+
+def test_positions_of_a_convolution_that_stay() -> None:
+    n = Net(np.float64)
+    y, part = one(n)
+    check_refused(CANON, n.done(part, n.op("Relu", y)), because="is used 2 times", rule="pixel_of_conv")
+    n = Net(np.float64)
+    check_untouched(CANON, n.done(one(n, index=[3, 4])[1]))
+    n = Net(np.float64)
+    check_untouched(CANON, n.done(one(n, axis=1)[1]))
+    n = Net(np.float64)
+    check_untouched(CANON, n.done(one(n, shape=(symbol("n"),))[1]))
 
 
 def test_a_convolution_whose_padding_is_not_resolved_is_not_cut() -> None:

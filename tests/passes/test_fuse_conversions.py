@@ -195,6 +195,36 @@ def test_positions_are_found_before_a_conversion(kind: str) -> None:
     )  # fmt: skip
 
 
+def test_elements_that_are_converted_back_are_not_converted() -> None:
+    """A router: a softmax weighs its largest scores."""
+    n = Net()
+    elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)
+    weights = n.op("Softmax", to(n, elements, FP16), attrs=SoftmaxAttrs(1))
+    check_pass(
+        FuseConversions(), n.done(weights, found), changes=1, kinds={"Softmax": 1, "TopK": 1}, context=CUDA,
+        promoted_changes=0, rules={"choice_before_conversion": 1},
+    )  # fmt: skip
+
+
+def test_elements_without_their_positions_are_not_converted() -> None:
+    """DeepSeek-V3 adds the two best scores of each group of experts."""
+    n = Net()
+    elements = to(n, n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(2)), FP16)
+    check_pass(
+        FuseConversions(), n.done(n.op("ReduceSum", elements, n.ints(1))), changes=1, kinds={"ReduceSum": 1, "TopK": 1},
+        context=CUDA, promoted_changes=0, rules={"choice_before_conversion": 1},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("back", [FP32, BF16])
+def test_elements_of_another_type_are_converted_first(back: DType) -> None:
+    n = Net()
+    elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)
+    read = n.op("Softmax", elements if back == FP32 else to(n, elements, back), attrs=SoftmaxAttrs(1))
+    more = n.op("Softmax", to(n, elements, FP16), attrs=SoftmaxAttrs(1))
+    check_refused(FuseConversions(), n.done(read, more, found), because="the elements are read as well", context=CUDA)
+
+
 def test_elements_that_are_read_are_converted_first() -> None:
     n = Net()
     elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)

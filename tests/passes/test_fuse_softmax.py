@@ -12,6 +12,7 @@ from support.net import Net
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.ops.sort import TopKAttrs
 from optdnn.passes.fuse_softmax import FuseSoftmax
 
 
@@ -167,6 +168,53 @@ def test_a_softmax_along_another_axis_is_not() -> None:
 def test_other_divisors_of_a_softmax_stay(other: dict[str, Any]) -> None:
     n = Net(np.float64)
     check_untouched(FuseSoftmax(), n.done(normalized(n, "kind" not in other, **other)))
+
+
+def router(
+    n: Net, *, kind: str = "ReduceSum", over: int = -1, along: int = -1, largest: bool = True, more: str = "",
+    numbers: bool = True,
+) -> Graph:  # fmt: skip
+    """The weights of the chosen experts, and their ``numbers`` (Mixtral). ``more`` has other readers."""
+    s = n.op("Softmax", n.op("Relu", n.input(3, 6)), attrs=SoftmaxAttrs(1))
+    found = n.op("TopK", s, n.ints(2), attrs=TopKAttrs(along, largest), outputs=1 + numbers)
+    best, *places = found if numbers else (found,)
+    weights = n.op("Div", best, n.op(kind, best, n.ints(over), attrs=ReduceAttrs()))
+    return n.done(weights, *places, *([n.op("Sqrt", {"best": best, "softmax": s}[more])] if more else []))
+
+
+@pytest.mark.parametrize("kind", ["ReduceSum", "ReduceL1"])
+@pytest.mark.parametrize("largest", [True, False])
+def test_weights_of_chosen_experts(kind: str, largest: bool) -> None:
+    graph = router(Net(np.float64), kind=kind, largest=largest)
+    kinds = {"Relu": 1, "Softmax": 1, "TopK": 1}
+    check_pass(FuseSoftmax(), graph, changes=1, kinds=kinds, rules={"softmax_of_best": 1})
+
+
+def test_weights_without_the_numbers_of_the_experts() -> None:
+    graph = router(Net(np.float64), numbers=False)
+    check_pass(FuseSoftmax(), graph, changes=1, rules={"softmax_of_best": 1})
+
+
+def test_a_softmax_with_another_reader_stays_beside_that_of_the_chosen_experts() -> None:
+    graph = router(Net(np.float64), more="softmax")
+    kinds = {"Relu": 1, "Softmax": 2, "Sqrt": 1, "TopK": 1}
+    check_pass(FuseSoftmax(), graph, changes=1, kinds=kinds, rules={"softmax_of_best": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"over": 0}, r"the selection along 1, the sum over \(0,\)"),
+        ({"along": 0}, r"the selection along 0, the sum over \(1,\)"),
+        ({"more": "best"}, "others also read the values of"),
+    ],
+)
+def test_other_weights_of_experts_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(FuseSoftmax(), router(Net(np.float64), **options), because=because, rule="softmax_of_best")
+
+
+def test_weights_with_another_norm_stay() -> None:
+    check_untouched(FuseSoftmax(), router(Net(np.float64), kind="ReduceL2"))
 
 
 @pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
