@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Stage
-from optdnn.passes.support.facts import VIEWS, scalar
+from optdnn.passes.support.facts import VIEWS, operand, scalar
 from optdnn.types import Array, is_float, normalize_axis
 
 
@@ -122,12 +123,13 @@ def _stage(graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None]
     def bound(a: int | None) -> Bound | None:
         return registers[~a] if a is not None and a < 0 else _operand(graph, op, value(a), found)
 
-    given, attrs = [bound(a) for a in stage.args], stage.attrs
+    attrs: Any = stage.attrs
+    given = [bound(a) for a in stage.args]
     match stage.kind:
         case "Sigmoid" | "HardSigmoid" | "Tanh" | "Erf" | "Softsign" | "Sin" | "Cos" | "Sign":
             return Bound(1.0, math.inf)
         case "Clip":
-            return _clipped(given[0], [scalar(graph, value(a)) for a in stage.args[1:]])
+            return _clipped(given[0], [scalar(graph, value(a)) for a in stage.args[1:] if a is not None])
         case "Relu" | "Gelu" | "HardSwish" | "Mish" | "Abs" | "Neg" | "Identity" | "Cast":
             return given[0]
         case "Swish" if attrs.alpha > 0:
@@ -160,7 +162,7 @@ def _first(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     bound = found.get(op.inputs[0])
     if bound is None:
         return None
-    before, after = (graph.type(v).dims for v in (op.inputs[0], op.value))
+    before, after = (graph.type(v).dims for v in (operand(op), op.value))
     kept = op.kind in ("Identity", "Reshape", "Slice", "Split") and before[-1:] == after[-1:]
     kept = kept or (op.kind == "Transpose" and op.attrs.perm is not None and op.attrs.perm[-1] == len(before) - 1)
     return bound if kept else Bound(bound.most, math.inf)

@@ -55,6 +55,7 @@ BOUNDED: dict[str, Make] = {
     "elu": lambda n, x: n.op("Elu", normed(n, x), attrs=AlphaAttrs(4.0)),
     "clip": lambda n, x: n.op("Clip", x, -2.0, 3.0),
     "clip of a norm": lambda n, x: n.op("Clip", normed(n, x), 0.0),
+    "clip with one end": lambda n, x: n.op("Clip", normed(n, x), None, 0.0),
     "sum": lambda n, x: n.op("Add", normed(n, x), n.random(8)),
     "scalar": lambda n, x: n.op("Add", normed(n, x), 5.0),
     "column": lambda n, x: n.op("Mul", normed(n, x), n.random(4, 1)),
