@@ -129,7 +129,7 @@ def _stage(graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None]
         case "Sigmoid" | "HardSigmoid" | "Tanh" | "Erf" | "Softsign" | "Sin" | "Cos" | "Sign":
             return Bound(1.0, math.inf)
         case "Clip":
-            return _clipped(given[0], [scalar(graph, value(a)) for a in stage.args[1:] if a is not None])
+            return _clipped(given[0], [scalar(graph, v) for a in stage.args[1:] if (v := value(a)) is not None])
         case "Relu" | "Gelu" | "HardSwish" | "Mish" | "Abs" | "Neg" | "Identity" | "Cast":
             return given[0]
         case "Swish" if attrs.alpha > 0:
