@@ -206,7 +206,7 @@ def pad_features(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pad_groups", {"Conv"})
 def pad_groups(graph: Graph, op: Op) -> Match | Miss | None:
-    """A 16-bit convolution whose groups have more than 64 channels, as many in as out, and no multiple of 64."""
+    """A convolution of 16 bits or tf32 whose groups have more than 64 channels, as many in as out, and no multiple of 64."""
     weight, groups = graph.constant_value(op.inputs[1]), op.attrs.group
     if weight is None or groups == 1 or len(op.outputs[0].type.dims) not in IMAGES:
         return None
@@ -304,6 +304,6 @@ class PadChannels(RulePass):
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         precision, target = context.only_precision or "", TargetName.parse(context.target)
-        if precision in ("fp16", "bf16") and (target.arch or HOPPER) == HOPPER:
-            return (*self.rules, pad_groups)
-        return {"fp32": self.exact, "tf32": self.exact[:1], "fp64": ()}.get(precision, self.rules)
+        rules = {"fp32": self.exact, "tf32": self.exact[:1], "fp64": ()}.get(precision, self.rules)
+        tiles = precision in ("fp16", "bf16", "tf32") and (target.arch or HOPPER) == HOPPER
+        return (*rules, pad_groups) if tiles else rules

@@ -324,6 +324,7 @@ def test_refused_groups() -> None:
     check_refused(PadChannels(), n.done(y), because="Output .* reads its channels", context=HALF)
 
 
-def test_groups_on_the_gpu() -> None:
-    program = check_simulated(grouped(Net(), 112, gated=True))
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+def test_groups_on_the_gpu(precision: str) -> None:
+    program = check_simulated(grouped(Net(), 112, gated=True), precision)
     assert "conv_bands_sm90" in tactics(program, "Conv")
