@@ -8,7 +8,7 @@ norms stay fp32. A result that only such products and attention read is stored i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from optdnn.passes.support.precision import key
 from optdnn.passes.support.rounded_constants import RoundedConstants
 from optdnn.passes.support.stages import reads_tensor
 from optdnn.target_name import HOPPER, TargetName
-from optdnn.types import BOOL, FP16, FP32, Array, is_float
+from optdnn.types import BF16, BOOL, FP16, FP32, Array, is_float, normalize_axis
 
 MOST, LEAST = 6e4, 0.25
 """Bounds of rows. If no element can reach the second one, many may be below fp16's normal numbers, which begin at 2^-14."""
@@ -105,7 +105,13 @@ class _Choice:
             made = self.graph.op(path[-1])
             if made.kind not in NORMS and not is_pointwise(made) and made.id not in self.chosen:
                 return f"{self.graph.output(path[-1]).name} comes from a {made.kind}, which does not store fp16"
-            if made.kind in PRODUCTS and reads_tensor(self.graph, made) and gate(self.graph, made) is None:
+            if any(v is not None and self.graph.type(v).dtype == BF16 for v in made.inputs):
+                return f"{self.graph.output(path[-1]).name} comes from bf16, which its launch does not convert to fp16"
+            if made.kind in NORMS and not _of_rows(self.graph, made):
+                return (
+                    f"{self.graph.output(path[-1]).name} is normalized along several axes, by a launch that stores fp32"
+                )
+            if made.kind in PRODUCTS and _reads_rows(self.graph, made) and gate(self.graph, made) is None:
                 return f"the launch that makes {self.graph.output(path[-1]).name} reads rows of fp32, and stores the same type"
             moved = path[:-1] if made.kind in NORMS else path  # a norm can store both
             if (wide := next((x for x in _parts(self.graph, moved) if not self._narrow(x)), None)) is not None:
@@ -117,11 +123,16 @@ class _Choice:
     def _half_of_unit(self, op: Op) -> str | None:
         """Why only one product of a gated unit, or its result, would be fp16; or None. One launch of one type computes both."""
         user = self.graph.sole_user(op.value)
-        last = user if user is not None and gate(self.graph, user) == op else op
-        first = gate(self.graph, last)
+        last = user if user is not None and op in _factors(self.graph, user) else op
+        first = next(_factors(self.graph, last), None)
         if first is None:
             return None
-        if first.id not in self.chosen or last.id not in self.chosen or not self._narrow(last.value):
+        if (
+            first != gate(self.graph, last)
+            or first.id not in self.chosen
+            or last.id not in self.chosen
+            or not self._narrow(last.value)
+        ):
             return f"one launch computes it and the other product of the gated unit, whose result {last.outputs[0].name} is fp32"
         bound = self.bounds.get(first.value)
         return None if bound is not None and bound.most <= MOST else f"{first.outputs[0].name} may exceed fp16"
@@ -146,13 +157,32 @@ def _rows(graph: Graph, op: Op) -> tuple[int, ...]:
 
 def gate(graph: Graph, op: Op) -> Op | None:
     """The other product of the same rows, by which the last stage of a product multiplies (a gated linear unit); or None."""
-    last = op.attrs.epilogue[-1] if op.kind in PRODUCTS and op.attrs.epilogue else None
-    for slot in last.args if last is not None and last.kind == "Mul" else ():
-        other = graph.op(operand(op, slot)) if slot is not None and slot >= 0 else op
-        alike = other != op and other.kind in PRODUCTS and other.inputs[0] == op.inputs[0]
-        if alike and graph.sole_user(other.value) == op:
-            return other
-    return None
+    return next(_factors(graph, op, last=True), None)
+
+
+def _factors(graph: Graph, op: Op, *, last: bool = False) -> Iterator[Op]:
+    """The other products of the same rows by which a stage of a product multiplies, or its last stage."""
+    stages = op.attrs.epilogue if op.kind in PRODUCTS else ()
+    for stage in stages[-1:] if last else stages:
+        for slot in stage.args if stage.kind == "Mul" else ():
+            other = graph.op(operand(op, slot)) if slot is not None and slot >= 0 else op
+            alike = other != op and other.kind in PRODUCTS and other.inputs[0] == op.inputs[0]
+            if alike and graph.sole_user(other.value) == op:
+                yield other
+
+
+def _reads_rows(graph: Graph, op: Op) -> bool:
+    """Whether a product adds or multiplies by a tensor of its result's shape, or by constant rows that differ."""
+    slots = {a for stage in op.attrs.epilogue for a in stage.args if a is not None and a >= 0}
+    given = [graph.constant_value(op.input(a)) for a in slots | ({2} if op.kind == "Gemm" else set())]
+    rows = any(c is not None and c.ndim > 1 and 1 < c.shape[-1] < c.size for c in given)
+    return rows or reads_tensor(graph, op)
+
+
+def _of_rows(graph: Graph, norm: Op) -> bool:
+    """Whether a normalization is one of rows along the last axis."""
+    rank = graph.type(norm.value).rank
+    return rank is not None and normalize_axis(norm.attrs.axis, rank) == rank - 1
 
 
 def _path(graph: Graph, value: Value) -> list[Value]:
@@ -201,8 +231,11 @@ def _unfit_attention(graph: Graph, op: Op) -> str | None:
     array = graph.constant_value(mask)
     if array is None:
         return "its mask is computed in fp32"
-    near = array[array > array.max(axis=-1, keepdims=True) - MASKED]
-    lost = np.abs(near.astype(FP16) - near).max(initial=0.0)
+    within = op.attrs.is_causal or max(op.attrs.left_window_size, op.attrs.right_window_size) >= 0
+    least = -np.inf if within else array.max(axis=-1, keepdims=True) - MASKED  # the largest one may be cut off
+    near = array[np.isfinite(array) & (array >= least)]
+    with np.errstate(over="ignore"):
+        lost = np.abs(near.astype(FP16) - near).max(initial=0.0)
     return None if lost <= LOST_OF_MASK else "fp16 rounds its mask too much"
 
 

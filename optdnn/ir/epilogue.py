@@ -183,12 +183,13 @@ def _constant_vector(
 
 
 def _absorb_row_bias(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Move the first stage into the kernel if it adds a constant to each element of the axis before the channels."""
+    """Move the first stage (apart from casts) into the kernel if it adds a constant to each element of the axis before the
+    channels."""
     found = _constant_vector(graph, op, stage, shape, axis - 1) if len(shape) > 1 else None
-    if found is None or stage.kind != "Add" or into.stages:
+    if found is None or stage.kind != "Add" or any(s.kind != "Cast" for s in into.stages):
         return False
     into.row_bias = found[1]
-    into.stages.append(Stage("Add", (-1, into.constant(found[0]))))
+    into.stages.append(Stage("Add", (-1 - len(into.stages), into.constant(found[0]))))
     return True
 
 

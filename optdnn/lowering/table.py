@@ -78,7 +78,7 @@ from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.modulated_groups import ModulatedGroupNorm
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
-from optdnn.kernels.norm.norm_norm import NormNorm
+from optdnn.kernels.norm.norm_norm import NormNorm, NormNormNarrowed
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import Rows, WidenedRows
 from optdnn.kernels.norm.rows_grid import RowsGrid
@@ -137,7 +137,7 @@ _PRODUCTS: tuple[Tactic, ...] = (
 )
 _LATER_PRODUCTS: tuple[Tactic, ...] = (TiledMatMul(), CublasLtGemm(), CublasLtBatched())
 _NORMS: tuple[Tactic, ...] = (
-    DequantizedRows(), QuantizedRows(), NarrowedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
+    DequantizedRows(), QuantizedRows(), NarrowedRows(), NormNormNarrowed(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
 )  # fmt: skip
 _LATER_NORMS: tuple[Tactic, ...] = (ShortRowsPair(), ShortRows(), RowsGrid(), Rows())
 

@@ -189,7 +189,7 @@ def _norm(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     length = most if len(own) == 1 else math.inf
     for slot, absent in ((1, 1.0), (2, 0.0)):
         value = op.input(slot)
-        bound = Bound(absent, math.inf) if value is None else found.get(value)
+        bound = Bound(absent, math.inf) if value is None else _operand(graph, op, value, found)
         if bound is None:
             return None
         if slot == 1:
@@ -224,7 +224,7 @@ def _product(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     if op.kind == "MatMul":
         return made
     made, added = made.scaled(abs(op.attrs.alpha)), op.input(2)
-    more = Bound(0.0, 0.0) if added is None else found.get(added)
+    more = Bound(0.0, 0.0) if added is None else _operand(graph, op, added, found)
     return None if more is None else made + more.scaled(abs(op.attrs.beta))
 
 

@@ -13,6 +13,7 @@ from support.simulated import check_not_taken, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.layout.picture import ResizedPicture
 from optdnn.kernels.libraries.collective import Collect
 from optdnn.kernels.libraries.tactics import CublasLtBatched
@@ -24,8 +25,9 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.rnn import RNNAttrs
+from optdnn.ops.unary import GeluAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.types import FP32
+from optdnn.types import FP16, FP32
 
 
 def blocks() -> Graph:
@@ -60,6 +62,15 @@ def given_region() -> Graph:
     n = Net()
     attrs = ResizeAttrs("linear", coordinate_transformation_mode="tf_crop_and_resize")
     return n.done(n.op("Resize", n.input(1, 2, 4, 4), n.input(8, name="roi"), None, n.ints(1, 2, 6, 6), attrs=attrs))
+
+
+def half_factors() -> Graph:
+    """Products in tf32 whose factors are fp16. The last stages read a register twice, so that a later launch computes them."""
+    n = Net()
+    stages = [Stage("Cast", (-1,), CastAttrs(FP32)), Stage("Gelu", (-2,), GeluAttrs()), Stage("Tanh", (-2,), Attrs())]
+    stages += [Stage("Mul", (-3, -4), Attrs()), Stage("Cast", (-5,), CastAttrs(FP16))]
+    x, w = n.op("Cast", n.input(2, 8, 8), attrs=CastAttrs(FP16)), n.graph.add_constant(np.ones((8, 8), np.float16), "w")
+    return n.done(n.op("MatMul", w, x, attrs=MatMulAttrs(epilogue=tuple(stages), factors="fp16")))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +131,8 @@ def picture_of_a_region() -> Graph:
     [
         (reduced, "AllReduce", Collect(), "it is for fp16, bf16 and fp32"),
         (product_of_stages, "MatMul", CublasLtBatched(), "it has a prologue"),
+        (half_factors, "MatMul", CublasLtBatched(), "it would store its sums in fp16"),
+        (half_factors, "MatMul", HopperMatMul(), "a later launch would read its sums in fp16"),
         (picture_of_a_region, "Cast", ResizedPicture(), "sizes of the resize or the crop are not known"),
     ],
 )

@@ -14,6 +14,7 @@ from support.simulated import check_simulated, kinds, tactics
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
@@ -21,7 +22,7 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.half_factors import HalfFactors
-from optdnn.types import FP16, FP32, TensorType
+from optdnn.types import BF16, FP16, FP32, TensorType
 
 GPU = PassContext(precision="tf32", target="cuda:sm_90a")
 
@@ -87,14 +88,14 @@ def test_the_bias_of_a_gemm_stays_fp32() -> None:
     assert (stages(made), made.input(2), graph.type(made.inputs[-1]).dtype) == (["Cast", "Add"], None, FP32)  # type: ignore[arg-type]
 
 
-def attention(n: Net, mask: Any = None) -> Graph:
+def attention(n: Net, mask: Any = None, causal: bool = False) -> Graph:
     """A norm, a joint product of queries, keys and values, attention and the projection of its result."""
     _, y = normed(n, 8)
     y = n.op("MatMul", y, weights(n, 32, 96))
     q, k, v = n.op("Split", y, n.ints(32, 32, 32), attrs=SplitAttrs(axis=-1), outputs=3)
     heads = [n.transposed(n.reshaped(a, 2, 8, 4, 8), 0, 2, 1, 3) for a in (q, k, v)]
     more = [] if mask is None else [mask(n)]
-    y = n.op("Attention", *heads, *more, attrs=AttentionAttrs())
+    y = n.op("Attention", *heads, *more, attrs=AttentionAttrs(is_causal=causal))
     y = n.reshaped(n.transposed(y, 0, 2, 1, 3), 2, 8, 32)
     return assigned(n.done(n.op("MatMul", y, weights(n, 32, 16))))
 
@@ -185,6 +186,44 @@ def test_a_sum_with_fp32_rows_is_stored_in_fp32() -> None:
     assert report.changes == 1
 
 
+@pytest.mark.parametrize("gemm", [False, True])
+def test_a_sum_with_constant_rows_is_stored_in_fp32(gemm: bool) -> None:
+    n = Net()
+    y, rows = n.op("RMSNormalization", n.input(6, 32), n.positive(32)), n.random(6, 32)
+    y = n.op("Gemm", y, weights(n, 32, 32), rows) if gemm else n.op("Add", product(n, y, 32), rows)
+    report = HalfFactors()(graph := assigned(n.done(product(n, y))), GPU)
+    assert ["reads rows of fp32, and stores the same type" in r.reason for r in report.refused] == [True]
+    assert {op.outputs[0].type.dtype for op in graph.of_kind("Gemm", "MatMul")} == {FP32}
+
+
+def test_a_gated_unit_whose_launch_adds_rows_stays_as_it_is() -> None:
+    n = Net()
+    x, y = normed(n)
+    a, b = (n.op("MatMul", y, weights(n, 32, 32)) for _ in range(2))
+    graph = assigned(n.done(product(n, n.op("Add", n.op("Mul", a, n.op("Gelu", b)), x))))
+    report = check_refused(HalfFactors(), graph, because="one launch computes it and the other product", context=GPU)
+    assert sum("one launch computes it" in r.reason for r in report.refused) == 2
+
+
+def test_products_that_only_a_factor_bounds_are_not_rounded_before_it() -> None:
+    """A product along tokens, which is larger than fp16 before the factor after it."""
+    n = Net()
+    _, y = normed(n, 16, scale=1e3)
+    y = n.op("Mul", n.op("MatMul", n.random(16, 16, scale=90.0), y), 1e-3)
+    graph = n.done(n.op("MatMul", n.random(16, 16, scale=0.1), y))
+    program = check_simulated(graph, "tf32")
+    assert tactics(program, "MatMul")[0] == "matmul_sm90"
+    assert len(program.steps) == 3
+
+
+def test_a_product_along_tokens_adds_a_bias_per_token_and_an_activation_in_its_launch() -> None:
+    n = Net()
+    x, y = normed(n, 16)
+    y = n.op("Gelu", n.op("Add", n.op("MatMul", weights(n, 24, 16), y), n.random(24, 1)))
+    program = check_simulated(n.done(n.op("Add", n.op("MatMul", weights(n, 16, 24), y), x)), "tf32")
+    assert len(program.steps) == 3
+
+
 def one(make: Callable[[Net], Value]) -> Graph:
     n = Net()
     return assigned(n.done(make(n)))
@@ -220,6 +259,16 @@ def _huge_weights(n: Net) -> Value:
     return made
 
 
+def _several_axes(n: Net) -> Value:
+    x = n.op("LayerNormalization", n.input(2, 6, 32), n.positive(6, 32), attrs=LayerNormAttrs(-2, 1e-3))
+    return product(n, x)
+
+
+def _from_bf16(n: Net) -> Value:
+    y = n.op("Cast", n.op("Tanh", n.op("Cast", n.input(6, 32), attrs=CastAttrs(BF16))), attrs=CastAttrs(FP32))
+    return product(n, y)
+
+
 REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
     "an input": (lambda n: product(n, n.input(6, 32)), "x has no known bound"),
     "huge": (lambda n: product(n, normed(n, scale=1e5)[1]), "fp16 is exact for bounds from 0.25 to 60000"),
@@ -230,6 +279,8 @@ REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
     "terms": (lambda n: product(n, normed(n, width=36)[1]), "are not a multiple of 8"),
     "computed": (_computed, "none of its factors is a constant matrix"),
     "a pool": (_pooled, "comes from a GlobalMaxPool, which does not store fp16"),
+    "a norm of planes": (_several_axes, "is normalized along several axes, by a launch that stores fp32"),
+    "bf16": (_from_bf16, "comes from bf16, which its launch does not convert to fp16"),
     "two readers": (_read_twice, "is read as fp32, too"),
 }  # fmt: skip
 
@@ -240,9 +291,28 @@ def test_refusals(name: str) -> None:
     check_refused(HalfFactors(), one(make), because=why, rule="half_factors", context=GPU)
 
 
+def _cut_off(n: Net) -> Value:
+    """A mask whose largest numbers are at keys after the queries."""
+    made: Value = n.const(np.where(np.triu(np.ones((8, 8)), 1), 0.0, -2000.0 - n.rng.random((8, 8))))
+    return made
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_numbers_of_a_mask_count_that_causal_attention_reads(causal: bool) -> None:
+    def mask(n: Net) -> Value:
+        made = n.graph.constant_value(_cut_off(n)).copy()
+        made[-1] = 0.0  # the last query sees all keys
+        return n.const(made)
+
+    graph = attention(Net(), mask, causal)
+    report = HalfFactors()(graph, GPU)
+    assert ["fp16 rounds its mask too much"] * causal == [r.reason for r in report.refused if "mask" in r.reason]
+
+
 @pytest.mark.parametrize(
     ("mask", "why"),
     [
+        (lambda n: n.const(np.where(np.eye(8)[:, :1], -1e30, np.zeros((8, 8)))), "fp16 rounds its mask too much"),
         (lambda n: n.const(100.0 * n.rng.uniform(0.99, 1.0, (8, 8))), "fp16 rounds its mask too much"),
         (lambda n: n.graph.add_input("mask", TensorType(FP32, (8, 8))), "its mask is computed in fp32"),
     ],

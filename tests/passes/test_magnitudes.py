@@ -48,6 +48,8 @@ BOUNDED: dict[str, Make] = {
     "softmax": lambda n, x: n.op("Softmax", x),
     "product": lambda n, x: n.op("MatMul", normed(n, x), n.random(8, 6)),
     "gemm": lambda n, x: n.op("Gemm", n.op("Tanh", x), n.random(6, 8), n.random(6), attrs=GemmAttrs(0.5, 2.0, transB=True)),
+    "gemm with one number": lambda n, x: n.op("Gemm", n.op("Tanh", x), n.random(8, 6, scale=0.1), n.const([9.0])),
+    "norm with one number": lambda n, x: n.op("LayerNormalization", x, n.positive(8), n.const([9.0]), attrs=LayerNormAttrs()),
     "constant first": lambda n, x: n.op("MatMul", n.random(6, 4), normed(n, x)),
     "gelu": lambda n, x: n.op("Gelu", normed(n, x)),
     "swish": lambda n, x: n.op("Swish", normed(n, x), attrs=AlphaAttrs(1.5)),

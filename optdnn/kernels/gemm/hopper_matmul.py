@@ -131,6 +131,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
             return "its stacks are broadcast along several axes"
         if op.attrs.prologue:
             return "it has a prologue"
+        if op.attrs.factors == "fp16" and _epilogue(b, op).rest:
+            return "a later launch would read its sums in fp16, which may exceed it"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def defer(self, b: Builder, op: Op) -> str | None:
@@ -168,7 +170,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
 
     def _stacks(self, b: Builder, op: Op) -> Stacks:
         """The operands and the result in place, or as copies that are still to be made, and how TMA walks them."""
-        ep = plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_row_bias=True)
+        ep = _epilogue(b, op)
         target = b.result(op.value, self._strides(b, op))
         shape = target.shape
         matrix = b.graph.constant_value(op.inputs[0])
@@ -244,6 +246,16 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView 
         kind, attrs = hopper_launch.with_moments(kind, attrs, len(out.shape) - 1)
     made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
     hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), second=moments)
+
+
+def _epilogue(b: Builder, op: Op) -> Epilogue:
+    """The stages that the launch computes. If it leaves some to a later launch, it stores the product as 16-bit floats, before all
+    casts."""
+    whole, part = (
+        plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_row_bias=True, allow_wide=wide)
+        for wide in (True, False)
+    )
+    return part if whole.rest else whole
 
 
 def _is_one(matrix: Array) -> bool:

@@ -153,6 +153,11 @@ def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: TensorView, t
     emit_pointwise(b, op, [Stage("Add", (-1, len(operands) - 1)), *moved], operands, target)
 
 
+def _of_half_factors(op: Op) -> str | None:
+    """Why a product in tf32 with factors of fp16 does not fit: its stages read fp32 sums, which fp16 may not hold."""
+    return "it would store its sums in fp16" if op.attrs.factors == "fp16" else None
+
+
 class CublasLtGemm(Called):
     """MatMul and Gemm of rows with a constant matrix, with a bias, the addition of a tensor, and ReLU or GELU (tanh)."""
 
@@ -165,7 +170,7 @@ class CublasLtGemm(Called):
             return why
         if weight is None or dtype not in _TYPES or weight.dtype != dtype:
             return "its type is not fp16, bf16 or fp32"
-        return None
+        return _of_half_factors(op)
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         weight = b.weights(op)
@@ -224,6 +229,8 @@ class CublasLtBatched(Called):
             return "its type is not fp16, bf16 or fp32, or it is not a matrix"
         if op.attrs.prologue:
             return "it has a prologue"
+        if (why := _of_half_factors(op)) is not None:
+            return why
         if self._operands(b, op) is None:
             return "its matrices do not have a constant stride, or are not stored in rows"
         return None

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import aligned, result_strides
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.add_norm import norm_of
-from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters, placed, row_problem, rows_offers
-from optdnn.kernels.quantized.quantizer import quantizer_of
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region, TakesAfter
+from optdnn.kernels.norm.add_norm import NORMS, norm_of
+from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, is_stored, parameters, placed, row_problem, rows_offers
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
+from optdnn.kernels.quantized.quantizer import Quantizer, meaning, narrowing_of, quantizer_of
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, TakesAfter, readers
 from optdnn.ops.norm_regions import HeldNormAttrs, NormAddNormAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _ROWS = RowsOnce()
+PARAMETERS = ("scale", "bias", "first_scale", "first_bias")
+"""The constants of the second norm, and of the first one."""
 
 
 class NormNorm(TakesAfter, ProblemTactic):
@@ -75,10 +78,69 @@ class NormNorm(TakesAfter, ProblemTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         second, x = self._second(b, op), b.operand(op.inputs[0])
         operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "output": b.target(second.value)}
-        names = ("scale", "bias", "first_scale", "first_bias")
-        operands |= parameters(b, second, names[:2]) | parameters(b, op, names[2:])
-        attrs = NormAddNormAttrs(second.kind, second.attrs, HeldNormAttrs(op.kind, op.attrs)).plain()
-        reads = [x, None, *(operands.get(name) for name in names)]
+        operands |= parameters(b, second, PARAMETERS[:2]) | parameters(b, op, PARAMETERS[2:])
+        attrs = _meaning(op, second)
+        reads = [x, None, *(operands.get(name) for name in PARAMETERS)]
         writes = [operands["sum"], operands["output"]]
         made = rows.launch(self.problem(b, op), config, b.gpu)
         b.emit(replace(op, src=op.src | second.src), made, operands, "NormAddNorm", attrs, reads, writes)
+
+
+class NormNormNarrowed(NormNorm):
+    """As :class:`NormNorm`, and the conversion of the second result from fp32 to fp16. It is stored in fp32 only if it has other
+    readers."""
+
+    name = "norm_norm_narrowed"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        second = norm_of(b, op)
+        to = None if second is None else narrowing_of(b, second.value, dense=True)
+        return "nothing converts the second result to fp16" if to is None else super().refuse(b, op)
+
+    def _parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
+        """The second norm, and the conversion of its result."""
+        second = self._second(b, op)
+        to = narrowing_of(b, second.value, dense=True)
+        assert to is not None
+        return second, to
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of both results."""
+        norms = readers(graph, op)
+        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both normalizations and the conversion."""
+        second, to = self._parts(b, op)
+        return Region(op, after=(second, to.op))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the fp16 result, and the fp32 results that are stored."""
+        second, to = self._parts(b, op)
+        strides = result_strides(b, *self._values(b, op))
+        b.target(op.value, strides)
+        b.target(to.op.value)
+        if is_stored(b, second.value):
+            b.target(second.value, strides)
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        second, to = self._parts(b, op)
+        return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, second.value))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        (second, to), x = self._parts(b, op), b.operand(op.inputs[0])
+        kept = is_stored(b, second.value)
+        operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "narrow": b.target(to.op.value)}
+        if kept:
+            operands["output"] = b.target(second.value)
+        writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
+        operands |= parameters(b, second, PARAMETERS[:2]) | parameters(b, op, PARAMETERS[2:])
+        attrs = meaning(second, to, kept, _meaning(op, second), "NormAddNorm", 1)
+        reads = [x, None, *(operands.get(name) for name in PARAMETERS)]
+        made = rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(to.to))
+        b.emit(replace(op, src=op.src | second.src | to.op.src), made, operands, "Narrowed", attrs, reads, writes)
+
+
+def _meaning(first: Op, second: Op) -> dict[str, Any]:
+    """The attributes of both norms in the meaning of the launch."""
+    return NormAddNormAttrs(second.kind, second.attrs, HeldNormAttrs(first.kind, first.attrs)).plain()

@@ -34,7 +34,7 @@ SLOTS = 3
 
 class ShortRows(TakesAfter):
     """L2, layer and RMS norms over rows of 16 to 512 bytes, with a pointwise operator on constants after the norm (cosine attention
-    multiplies the queries or keys of each head by its temperature)."""
+    multiplies the queries or keys of each head by its temperature). The result of fp32 rows may be fp16."""
 
     name = "short_rows"
 
@@ -59,8 +59,8 @@ class ShortRows(TakesAfter):
             return "no rows, or more elements than the kernel can count"
         last = self._last(b, op)[0].value
         places = [b.operand(op.inputs[0]), b.result(last, order_read(b, last))]
-        units = [(x.offset, *x.strides[:-1]) for x in places]
-        if any(x.strides[-1] != 1 for x in places) or any(n * item % ACCESS for unit in units for n in unit):
+        units = [n for x in places for n in (x.offset, *x.strides[:-1])]
+        if any(x.strides[-1] != 1 for x in places) or any(n * item % ACCESS for n in units):
             return "its rows do not consist of aligned accesses of 16 bytes"
         return None
 
@@ -69,10 +69,11 @@ class ShortRows(TakesAfter):
         """The operator that gives the result, and its stages: a pointwise operator that reads the norm and constants, or the norm
         itself (no stages)."""
         user, t = b.graph.sole_user(op.value), op.outputs[0].type
+        types = (t, t.with_dtype(FP16)) if t.dtype == FP32 else (t,)
         if user is None or op.value in b.reserved or not user.pointwise or user.inputs[0] != op.value:
             return op, []
         others = [b.graph.constant_value(v) for v in user.inputs[1:]]
-        if user.outputs[0].type != t or any(a is None or a.dtype != t.dtype for a in others):
+        if user.outputs[0].type not in types or any(a is None or a.dtype != t.dtype for a in others):
             return op, []
         return user, list(user.attrs.epilogue if user.kind == "Pointwise" else single(user))
 
@@ -286,9 +287,9 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
     """The parameters and the code of a norm: each thread takes 16 bytes of a row; sums go over the lanes of the row; then the stages.
     ``mark``: suffix of the parameters' names. ``first``: number of the norm's first block."""
     dtype, names, lanes = side.x.dtype, side.names, side.lanes
-    c, width = CPP[dtype], ACCESS // dtype.itemsize
+    c, stored, width = CPP[dtype], CPP[side.out.dtype], ACCESS // dtype.itemsize
     lines, result, _ = body(side.stages, [TensorType(p.dtype, p.shape) for p in side.tensors[1:]])
-    fields = [f"{'' if n == 'y' else 'const '}{c}* {n}{mark};" for n in names]
+    fields = [f"{stored if n == 'y' else f'const {c}'}* {n}{mark};" for n in names]
     fields += [f"const float* {n}{mark};" for n in side.parts]
     fields += [
         f"u32 rows{mark}; Size dims{mark}[{rank}];",
@@ -313,12 +314,12 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
     #pragma unroll
     for (int j = 0; j < {width}; j++) v[j] = widen(x.lane[j]);
     {statistics}
-    Pack<{c}, {width}> y;
+    Pack<{stored}, {width}> y;
     #pragma unroll
     for (int j = 0; j < {width}; j++) {{
         const float v0 = {value}; {loads}
         {" ".join(lines)}
-        y.lane[j] = narrow<{c}>({result});
+        y.lane[j] = narrow<{stored}>({result});
     }}
     if (live) y.store(p.y{mark} + by + first);""",
     )

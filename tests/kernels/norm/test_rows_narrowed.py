@@ -89,3 +89,34 @@ def test_rows_of_fp16_that_would_have_gaps_are_converted_apart(name: str) -> Non
 @pytest.mark.parametrize("name", NARROWED)
 def test_stages_before_the_conversion_on_a_gpu(name: str, width: int) -> None:
     checked_launches(NARROWED[name](width), "fp32", 2e-3)
+
+
+def twice(kind: str, *, read: bool) -> Graph:
+    """Two norms, one after the other, and a product of the second one's rows. ``read``: they are also added to the product's."""
+    n = Net()
+    x = n.op("LayerNormalization", n.input(2, 12, 96), n.positive(96), n.random(96), attrs=LayerNormAttrs(-1, 1e-3))
+    shift = [n.random(96)] if kind == "LayerNormalization" else []
+    y = n.op(kind, x, n.positive(96), *shift, attrs=LayerNormAttrs(-1, 1e-3))
+    z = n.op("Add", n.op("MatMul", y, n.random(96, 96, scale=0.2)), x)
+    return n.done(z, *([n.op("Erf", y)] if read else []))
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_of_a_norm(kind: str, read: bool) -> None:
+    """The norm of a model's embeddings, and the first norm of its first layer (CLIP)."""
+    program = check_simulated(twice(kind, read=read), "tf32")
+    assert tactics(program, "LayerNormalization")[0] == "norm_norm_narrowed"
+    assert len(program.steps) == 2 + read
+
+
+def test_a_norm_of_a_norm_in_fp32_converts_nothing() -> None:
+    program = lowered(twice(KINDS[0], read=False), "fp32")
+    assert any("converts the second result to fp16" in r for r in refusals(program, "norm_norm_narrowed"))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_of_a_norm_on_a_gpu(kind: str, read: bool) -> None:
+    checked_launches(twice(kind, read=read), "tf32", 2e-3)

@@ -240,3 +240,14 @@ def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
 def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     graph = (CASES | APART | PAIRS)[name]
     checked_launches(graph, "fp16")
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_windows_of_fp32_rows_are_stored_in_fp16(kind: str) -> None:
+    """The product in tf32 that reads them reads fp16 (half_factors)."""
+    n = Net()
+    y = n.op(kind, n.input(2, 4, 4, 64), n.positive(64), *([n.random(64)] if kind == "LayerNormalization" else []))
+    y = n.op("Transpose", n.op("Reshape", y, n.ints(2, 2, 2, 2, 2, 64)), attrs=TransposeAttrs((0, 1, 3, 2, 4, 5)))
+    program = check_simulated(n.done(n.matmul(n.op("Reshape", y, n.ints(8, 4, 64)), 64)), "tf32")
+    assert program.steps[0].params["tactic"] == "short_rows"
+    assert len(program.steps) == 2
