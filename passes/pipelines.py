@@ -312,7 +312,6 @@ ASSIGN: tuple[Pass, ...] = (
 
 ASSIGN_GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
-    HalfFactors(),  # after precisions: products in tf32; before conversions are fused
     UnpackWeights(),  # after all folding, when the precision of each product is known
 )
 
