@@ -85,6 +85,11 @@ class _Product:
     matrix: Array
     bias: Array | None
 
+    @property
+    def whole(self) -> _Term:
+        """All of the operand."""
+        return _Term(operand(self.op), self.axis, 0)
+
 
 def _product(graph: Graph, op: Op) -> _Product | None:
     """``op`` as a product that multiplies each row, or pixel, by itself; None for other operators."""
@@ -207,13 +212,14 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
     product = _product(graph, op)
     if product is None:
         return None
-    whole = _Term(operand(op), product.axis, 0)
-    terms = _terms(graph, whole)
-    if terms == [whole] or not any(move.kind in ("Gather", "GatherElements") for t in terms for move, _ in t.moves):
+    terms = _terms(graph, product.whole)
+    if terms == [product.whole] or not any(
+        move.kind in ("Gather", "GatherElements") for t in terms for move, _ in t.moves
+    ):
         return None
     width = {t: graph.type(t.value).static_shape[t.axis] for t in terms}
     fewer = sum(_rows(graph, t) * width[t] for t in {t.key: t for t in terms}.values())
-    if LESS * fewer > _rows(graph, whole) * len(product.matrix):
+    if LESS * fewer > _rows(graph, product.whole) * len(product.matrix):
         return Miss("the rows that it is made of are not half as many")
     if graph.sole_user(operand(op)) is None:
         return Miss("its rows are also read by others")
@@ -226,9 +232,8 @@ def common_features(graph: Graph, op: Op) -> Match | Miss | None:
     product = _product(graph, op)
     if product is None:
         return None
-    whole = _Term(operand(op), product.axis, 0)
     common, own, saved = list[_Term](), list[_Term](), 0
-    for part in _parts(graph, whole):
+    for part in _parts(graph, product.whole):
         terms, elements = _terms(graph, part), _elements(graph, part)
         fewer = sum(_elements(graph, t) for t in terms)
         if LESS * fewer <= elements and any(move.kind == "Expand" for t in terms for move, _ in t.moves):
@@ -250,7 +255,7 @@ def common_features(graph: Graph, op: Op) -> Match | Miss | None:
         total = _sum(patch, product, common, width)
         if own:
             values, attrs = [t.value for t in own], ConcatAttrs(product.axis)
-            rest = replace(whole, value=values[0] if len(values) == 1 else patch.add("Concat", values, attrs))
+            rest = replace(product.whole, value=values[0] if len(values) == 1 else patch.add("Concat", values, attrs))
             matrix = np.concatenate([product.matrix[t.first : t.first + width[t]] for t in own])
             total = patch.add("Add", [_multiplied(patch, rest, matrix, None), total])
         return _filled(patch, product, total)
@@ -282,7 +287,7 @@ def products_of_tables(graph: Graph, op: Op) -> Match | Miss | None:
     product = _product(graph, op)
     if product is None:
         return None
-    term = _Term(operand(op), product.axis, 0)
+    term = product.whole
     while (before := _axis_before(graph, move := graph.op(term.value), term.axis)) is not None:
         term = replace(term, value=operand(move), axis=before, moves=((move, term.axis), *term.moves))
     if graph.constant_value(term.value) is None or not any(move.kind == "Gather" for move, _ in term.moves):

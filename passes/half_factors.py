@@ -15,14 +15,15 @@ import numpy as np
 
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Output, Value
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Stage, renumbered
 from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.support.facts import VIEWS, is_pointwise, operand
+from optdnn.passes.support.facts import NORMS, VIEWS, is_pointwise, operand
 from optdnn.passes.support.guards import Guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.magnitudes import magnitudes
 from optdnn.passes.support.precision import key
+from optdnn.passes.support.products import PRODUCTS
 from optdnn.passes.support.rounded_constants import RoundedConstants
 from optdnn.passes.support.stages import reads_tensor
 from optdnn.target_name import HOPPER, TargetName
@@ -39,8 +40,6 @@ LOST_OF_MASK = 2.0**-9
 MASKED = 32.0
 """Numbers of a mask that are so much less than the largest one of their row leave no weight, rounded or not."""
 MOVES = VIEWS | {"DepthToSpace", "Gather", "Slice", "SpaceToDepth", "Split"}
-NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
-PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
 class HalfFactors(Pass):
@@ -102,17 +101,15 @@ class _Choice:
         """Why an operand would be converted, or the result rounded, by an operator of its own; or None."""
         for slot in _rows(self.graph, op):
             path = _path(self.graph, operand(op, slot))
-            made = self.graph.op(path[-1])
+            made, name = self.graph.op(path[-1]), self.graph.output(path[-1]).name
             if made.kind not in NORMS and not is_pointwise(made) and made.id not in self.chosen:
-                return f"{self.graph.output(path[-1]).name} comes from a {made.kind}, which does not store fp16"
+                return f"{name} comes from a {made.kind}, which does not store fp16"
             if any(v is not None and self.graph.type(v).dtype == BF16 for v in made.inputs):
-                return f"{self.graph.output(path[-1]).name} comes from bf16, which its launch does not convert to fp16"
+                return f"{name} comes from bf16, which its launch does not convert to fp16"
             if made.kind in NORMS and not _of_rows(self.graph, made):
-                return (
-                    f"{self.graph.output(path[-1]).name} is normalized along several axes, by a launch that stores fp32"
-                )
+                return f"{name} is normalized along several axes, by a launch that stores fp32"
             if made.kind in PRODUCTS and _reads_rows(self.graph, made) and gate(self.graph, made) is None:
-                return f"the launch that makes {self.graph.output(path[-1]).name} reads rows of fp32, and stores the same type"
+                return f"the launch that makes {name} reads rows of fp32, and stores the same type"
             moved = path[:-1] if made.kind in NORMS else path  # a norm can store both
             if (wide := next((x for x in _parts(self.graph, moved) if not self._narrow(x)), None)) is not None:
                 return f"{self.graph.output(wide).name} is read as fp32, too"
@@ -156,12 +153,12 @@ def _rows(graph: Graph, op: Op) -> tuple[int, ...]:
 
 
 def gate(graph: Graph, op: Op) -> Op | None:
-    """The other product of the same rows, by which the last stage of a product multiplies (a gated linear unit); or None."""
+    """The other product of the same rows that the last stage of a product multiplies by (a gated linear unit), or None."""
     return next(_factors(graph, op, last=True), None)
 
 
 def _factors(graph: Graph, op: Op, *, last: bool = False) -> Iterator[Op]:
-    """The other products of the same rows by which a stage of a product multiplies, or its last stage."""
+    """The other products of the same rows that the stages of a product multiply by. ``last``: only its last stage counts."""
     stages = op.attrs.epilogue if op.kind in PRODUCTS else ()
     for stage in stages[-1:] if last else stages:
         for slot in stage.args if stage.kind == "Mul" else ():
@@ -295,10 +292,9 @@ class _Rewrite:
             inputs += [None] * ((op.definition.arity or 0) - len(inputs)) + [bias]
             stages.append(Stage("Add", (-2, len(inputs) - 1)))
         by, other = len(stages), self.gates.get(op.id)
-        own = [replace(s, args=tuple(a if a is None or a >= 0 else a - by for a in s.args)) for s in op.attrs.epilogue]
+        own = renumbered(op.attrs.epilogue, by)
         if other is not None:  # the last stage multiplies two numbers of fp16
-            own[-1] = replace(own[-1], args=tuple(a if a is None or a >= 0 else a - 1 for a in own[-1].args))
-            own.insert(-1, Stage("Cast", (-by - len(own),), CastAttrs(FP16)))
+            own[-1:] = [Stage("Cast", (-by - len(own),), CastAttrs(FP16)), *renumbered(own[-1:], 1)]
         elif op.value in self.half:
             own.append(Stage("Cast", (-1 - by - len(own),), CastAttrs(FP16)))
         out = _narrowed(op.outputs[0]) if op.value in self.half else op.outputs[0]

@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ir.activations import RENDERED
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Stage, renumbered
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import FP32, Array, DType
 
@@ -59,15 +59,13 @@ class Epilogue:
 
     def dtype(self, before: DType) -> DType:
         """The type of the result of ``stages``, of a product with factors of the type ``before``."""
-        casts = [stage.attrs for stage in self.stages if stage.kind == "Cast"]
-        return casts[-1].to if casts else before  # type: ignore[attr-defined]
+        casts: list[Any] = [stage.attrs for stage in self.stages if stage.kind == "Cast"]
+        return casts[-1].to if casts else before
 
     def drop_residual(self) -> None:
         """Remove the first stage, the addition of the residual: another kernel adds it."""
         self.residual = None
-        self.stages = [
-            replace(s, args=tuple(a if a is None or a >= 0 else a + 1 for a in s.args)) for s in self.stages[1:]
-        ]
+        self.stages = renumbered(self.stages[1:], -1)
         self.rendered = self.rendered[1:]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -54,6 +54,11 @@ class Stage:
     kind: str
     args: tuple[int | None, ...]
     attrs: Attrs = field(default_factory=Attrs)
+
+
+def renumbered(stages: Iterable[Stage], by: int) -> list[Stage]:
+    """The stages, as they are behind ``by`` further ones: they read registers that come so much later, and the same operands."""
+    return [replace(s, args=tuple(a if a is None or a >= 0 else a - by for a in s.args)) for s in stages]
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ def _stage(graph: Graph, op: Op, stage: Stage, registers: Sequence[Bound | None]
             return None if given[0] is None else given[0].scaled(max(1.0, abs(attrs.alpha)))
         case "Elu":
             return None if given[0] is None else given[0] + Bound(abs(attrs.alpha), math.inf)
-        case "Add" | "Sub" if None not in given:
-            return given[0] + given[1]  # type: ignore[operator]
-        case "Mul" if None not in given:
-            return given[0] * given[1]  # type: ignore[operator]
+        case "Add" | "Sub" | "Mul":
+            first, second = given
+            if first is None or second is None:
+                return None
+            return first * second if stage.kind == "Mul" else first + second
         case "Div" if given[0] is not None and (by := scalar(graph, value(stage.args[1]))):
             return given[0].scaled(1 / abs(by))
     return None

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Stage, renumbered
 from optdnn.passes.support.linear import LINEAR
 from optdnn.passes.support.stages import Slots
 from optdnn.types import FP32, Array
@@ -57,10 +57,7 @@ def enlarged(graph: Graph, op: Op, exponent: int) -> tuple[Op, list[Value]]:
     slots.operands = [made.get(i, v) for i, v in enumerate(slots.operands)]
     before = 1 if _adds_constant(graph, op) else 0
     stages = list(op.attrs.epilogue)
-    moved = [
-        replace(s, args=tuple(a if a is None or a >= 0 else a - 1 for a in s.args)) for s in stages[before:]
-    ]  # registers are one further
-    stages = [*stages[:before], Stage("Mul", (~before, slots.slot(inverse))), *moved]
+    stages = [*stages[:before], Stage("Mul", (~before, slots.slot(inverse))), *renumbered(stages[before:], 1)]
     attrs = replace(op.attrs, epilogue=tuple(stages))
     return replace(op, attrs=attrs, inputs=slots.inputs()), [*made.values(), inverse]
 

@@ -28,7 +28,7 @@ from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Stage, renumbered
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import BF16, FP16, Array
@@ -229,9 +229,7 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView 
     ]
     bias = bias_row(b, op, ep.bias, problem.channels)
     constants = [b.constant(c, "scalar") for c in ep.constants]
-    stages = [Stage("Add", (-1, 2))]
-    for stage in ep.stages:  # one more register, the product; the operands after the bias keep their slots
-        stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
+    stages = [Stage("Add", (-1, 2)), *renumbered(ep.stages, 1)]
     residual = added[0] if added else None
     reads = [first, second, bias.view((n,), (1,)), residual, *constants]
     kind, attrs = "MatMul", {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}

@@ -20,7 +20,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic, body, literal
 from optdnn.kernels.pointwise.pointwise import emit_pointwise
 from optdnn.kernels.tactic import Tactic
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Stage, renumbered
 from optdnn.ops.fused import plain_stages
 from optdnn.types import FP32, TensorType, is_float
 
@@ -86,15 +86,10 @@ class TiledMatMul(Tactic):
         beta = op.attrs.beta if op.kind == "Gemm" else 1.0
         if op.kind == "Gemm" and 2 in extra:
             first = [Stage("Add", (-1, 2))]
-        stages = [*first, *_after(op.attrs.epilogue, len(first))]
+        stages = [*first, *renumbered(op.attrs.epilogue, len(first))]
         emit_matmul(
             b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands, tf32=has_tf32(op)
         )
-
-
-def _after(stages: Sequence[Stage], count: int) -> list[Stage]:
-    """The stages, renumbered for ``count`` further stages in front of them."""
-    return [Stage(s.kind, tuple(a if a is None or a >= 0 else a - count for a in s.args), s.attrs) for s in stages]
 
 
 def _swapped(x: TensorView) -> TensorView:
@@ -234,7 +229,12 @@ def _emit_parts(
         return
     first = max(used, default=1) + 1
     added = {first + part: x for part, x in enumerate(terms.each_of(sums))}
-    emit(rest, out, [*(Stage("Add", (~k, a)) for k, a in enumerate(added)), *_after(stages, parts)], {**used, **added})
+    emit(
+        rest,
+        out,
+        [*(Stage("Add", (~k, a)) for k, a in enumerate(added)), *renumbered(stages, parts)],
+        {**used, **added},
+    )
 
 
 def _plain(t: str, finish: str) -> str:

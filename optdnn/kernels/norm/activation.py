@@ -14,7 +14,7 @@ from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.tactic import ProblemTactic, Region, TakesAfter
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
-from optdnn.types import BF16, FP16, FP32, TensorType
+from optdnn.types import BF16, FP16, FP32
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NormOutput:
     @property
     def narrowed(self) -> bool:
         """Whether the norm is fp32, and the result fp16."""
-        return self.norm.outputs[0].type.dtype == FP32 and self.last.outputs[0].type.dtype == FP16
+        return narrows(self.norm, self.last)
 
     @property
     def covers(self) -> Op:
@@ -63,10 +63,15 @@ class NormOutput:
         return stage_operands(b, self.epilogue, moments)
 
 
-def without_narrowing(stages: Sequence[Stage], before: TensorType, after: TensorType) -> Sequence[Stage]:
-    """Stages without a last one that converts their fp32 result to fp16."""
-    narrows = before.dtype == FP32 and after.dtype == FP16 and stages and stages[-1].kind == "Cast"
-    return stages[:-1] if narrows else stages
+def narrows(norm: Op, last: Op) -> bool:
+    """Whether a norm is fp32, and the result of the operator after it fp16."""
+    return norm.outputs[0].type.dtype == FP32 and last.outputs[0].type.dtype == FP16
+
+
+def without_narrowing(stages: Sequence[Stage], norm: Op, last: Op) -> tuple[Stage, ...]:
+    """The stages of the operator after a norm, without a last one that converts their fp32 result to fp16."""
+    ends = narrows(norm, last) and stages and stages[-1].kind == "Cast"
+    return tuple(stages[:-1] if ends else stages)
 
 
 def output_of(b: Builder, norm: Op, *, wide: bool = False, halves: bool = False) -> NormOutput:
@@ -83,7 +88,7 @@ def output_of(b: Builder, norm: Op, *, wide: bool = False, halves: bool = False)
     if not user.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
         return alone
     stages = user.attrs.epilogue if user.kind == "Pointwise" else tuple(single(user))
-    own = tuple(without_narrowing(stages, t, user.outputs[0].type))
+    own = without_narrowing(stages, norm, user)
     given = replace(user, attrs=PointwiseAttrs(epilogue=own))
     found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False, allow_wide=wide)
     if len(own) < len(stages) and not found.rest:

@@ -127,14 +127,59 @@ class AddNorm(AddsAndNormalizes):
         return rows.launch(self.problem(b, op), config, b.gpu)
 
 
-class AddNormQuantized(AddNorm):
+class StoresNarrower(TakesAfter):
+    """A launch with a norm of its operator's result, and a narrower form of the normalized result. That result itself is stored only if it
+    has other readers."""
+
+    @abstractmethod
+    def quantizer(self, b: Builder, norm: Op) -> Quantizer | None:
+        """The operator that makes the narrower result of the norm."""
+
+    def narrower(self, b: Builder, op: Op) -> tuple[Op, Quantizer] | None:
+        """The norm, and the operator that makes its narrower result."""
+        norm = norm_of(b, op)
+        to = None if norm is None else self.quantizer(b, norm)
+        return None if norm is None or to is None else (norm, to)
+
+    def parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
+        """Both, of an operator that is not refused."""
+        found = self.narrower(b, op)
+        assert found is not None
+        return found
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of the result, and those of its normalizations."""
+        norms = readers(graph, op)
+        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator, the norm and the operator that makes the narrower result."""
+        norm, to = self.parts(b, op)
+        return Region(op, after=(norm, to.op))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the result, its narrower normalized form, and the normalized result itself if it is stored."""
+        norm, to = self.parts(b, op)
+        strides = result_strides(b, op.value, norm.value)
+        b.target(op.value, strides)
+        b.target(to.op.value)
+        if is_stored(b, norm.value):
+            b.target(norm.value, strides)
+
+    def with_narrower(self, b: Builder, op: Op, problem: rows.Problem) -> rows.Problem:
+        """The launch's problem with the narrower result."""
+        norm, to = self.parts(b, op)
+        return replace(problem, narrow=to.to.dtype, wide=is_stored(b, norm.value))
+
+
+class AddNormQuantized(StoresNarrower, AddNorm):
     """As :class:`AddNorm`, and the quantization of the normalized sum, which is stored in 16 bits only if it has other readers."""
 
     name = "add_norm_quantized"
     meaning: ClassVar[str] = "Quantized"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        found = self._quantized(b, op)
+        found = self.narrower(b, op)
         if found is None:
             return "nothing quantizes the normalized sum"
         norm, to = found
@@ -143,48 +188,16 @@ class AddNormQuantized(AddNorm):
         return no_conversion(to.to.dtype, b.arch) or super().refuse(b, op)
 
     def quantizer(self, b: Builder, norm: Op) -> Quantizer | None:
-        """The operator that makes the narrower result."""
         return quantizer_of(b, norm.value)
 
-    def _quantized(self, b: Builder, op: Op) -> tuple[Op, Quantizer] | None:
-        """The normalization of the sum, and the operator that makes the narrower result."""
-        norm = norm_of(b, op)
-        to = None if norm is None else self.quantizer(b, norm)
-        return None if norm is None or to is None else (norm, to)
-
-    def _parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
-        found = self._quantized(b, op)
-        assert found is not None
-        return found
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of the sum, and those of its normalizations."""
-        norms = readers(graph, op)
-        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The addition, the normalization and the quantization."""
-        norm, to = self._parts(b, op)
-        return Region(op, after=(norm, to.op))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """Place the sum, the 8-bit result, and the 16-bit result if it is stored."""
-        norm, to = self._parts(b, op)
-        strides = result_strides(b, op.value, norm.value)
-        b.target(op.value, strides)
-        b.target(to.op.value)
-        if is_stored(b, norm.value):
-            b.target(norm.value, strides)
-
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        norm, to = self._parts(b, op)
-        return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, norm.value))
+        return self.with_narrower(b, op, super().problem(b, op))
 
     def launch(self, b: Builder, op: Op, config: Any) -> Launch:
-        return rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(self._parts(b, op)[1].to))
+        return rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(self.parts(b, op)[1].to))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        (norm, to), (first, second) = self._parts(b, op), self.sources(b, op)
+        (norm, to), (first, second) = self.parts(b, op), self.sources(b, op)
         operands = {"input": first, "addend": second, "sum": b.target(op.value), "narrow": b.target(to.op.value)}
         kept = is_stored(b, norm.value)
         if kept:
@@ -205,6 +218,6 @@ class AddNormNarrowed(AddNormQuantized):
         return narrowing_of(b, norm.value)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if self._quantized(b, op) is None:
+        if self.narrower(b, op) is None:
             return "nothing converts the normalized sum to fp16"
         return AddNorm.refuse(self, b, op)

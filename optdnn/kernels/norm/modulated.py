@@ -18,13 +18,13 @@ from optdnn.ir.norm_addition import GROUP_NORMS
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import access, aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.activation import without_narrowing
+from optdnn.kernels.norm.activation import narrows, without_narrowing
 from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.norm.norm_add import FollowsNorm
 from optdnn.kernels.norm.rows_once import RowsOnce, apart_halves, parameters, placed, row_problem
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
-from optdnn.types import FP16, FP32
+from optdnn.types import FP32
 
 ROW_NORMS = NORMS | {"LpNormalization"}
 _ROWS = RowsOnce()
@@ -137,17 +137,12 @@ def _epilogue(graph: Graph, op: Op, found: Modulation) -> Epilogue | None:
     if found.rest is None:
         return None
     own, t = found.norm.outputs[0], op.outputs[0].type
-    rest = tuple(without_narrowing(found.rest, own.type, t))
+    rest = without_narrowing(found.rest, found.norm, op)
     given = replace(
         op, attrs=PointwiseAttrs(epilogue=rest), outputs=(replace(op.outputs[0], type=t.with_dtype(own.type.dtype)),)
     )
     stages = plan_epilogue(graph, given, channel_axis=len(t.dims) - 1, allow_bias=False)
     return None if stages.rest else stages
-
-
-def _narrowed(op: Op, norm: Op) -> bool:
-    """Whether the last stage converts the fp32 result to fp16."""
-    return norm.outputs[0].type.dtype == FP32 and op.outputs[0].type.dtype == FP16
 
 
 class ModulatedRows(FollowsNorm):
@@ -163,14 +158,14 @@ class ModulatedRows(FollowsNorm):
         norm, vectors = found.norm, [v for v in (found.factor, found.shift) if v is not None]
         if (source := b.graph.op(norm.inputs[0] or norm.value)).kind == "Add":
             return f"the normalization belongs to the launch of {source.name}"
-        if b.graph.type(norm.value) not in (t, *([t.with_dtype(FP32)] if _narrowed(op, norm) else [])):
+        if b.graph.type(norm.value) not in (t, *([t.with_dtype(FP32)] if narrows(norm, op) else [])):
             return "the normalized rows are repeated"
         if (stages := _epilogue(b.graph, op, found)) is None:
             return "the kernel cannot compute the stages after the factor and shift"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
         x, places = b.operand(norm.inputs[0]), b.fixed(op.value)
-        if _narrowed(op, norm) and (why := apart_halves(b, op.value)) is not None:
+        if narrows(norm, op) and (why := apart_halves(b, op.value)) is not None:
             return why
         if stages.residual is not None:
             places.append(b.operand(stages.residual))
@@ -203,7 +198,7 @@ class ModulatedRows(FollowsNorm):
             own, modulated=None if found.factor is None else modulated, scale=own.scale or found.scale is not None, epilogue=tuple(stages.rendered),
             add=added is not None, last=added is not None,
         )  # fmt: skip
-        if _narrowed(op, found.norm):
+        if narrows(found.norm, op):
             whole = replace(whole, narrow="float16", wide=False)
         out = b.result(op.value, None if whole.narrow else result_strides(b, op.value))
         return placed(whole, b.operand(found.norm.inputs[0]), out, None if added is None else b.operand(added))
@@ -212,7 +207,7 @@ class ModulatedRows(FollowsNorm):
         found, stages = self._parts(b, op)
         norm = found.norm
         target = b.target(op.value)
-        operands = {"input": b.operand(norm.inputs[0]), "narrow" if _narrowed(op, norm) else "output": target}
+        operands = {"input": b.operand(norm.inputs[0]), "narrow" if narrows(norm, op) else "output": target}
         given = {"factor": found.factor, "shift": found.shift, "addend": stages.residual}
         operands |= {name: b.operand(v) for name, v in given.items() if v is not None}
         own = parameters(b, norm)

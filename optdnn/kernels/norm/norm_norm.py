@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import aligned, result_strides
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.add_norm import NORMS, norm_of
+from optdnn.kernels.norm.add_norm import StoresNarrower, norm_of
 from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, is_stored, parameters, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, narrowing_of, quantizer_of
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region, TakesAfter, readers
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, TakesAfter
 from optdnn.ops.norm_regions import HeldNormAttrs, NormAddNormAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -86,49 +86,25 @@ class NormNorm(TakesAfter, ProblemTactic):
         b.emit(replace(op, src=op.src | second.src), made, operands, "NormAddNorm", attrs, reads, writes)
 
 
-class NormNormNarrowed(NormNorm):
+class NormNormNarrowed(StoresNarrower, NormNorm):
     """As :class:`NormNorm`, and the conversion of the second result from fp32 to fp16. It is stored in fp32 only if it has other
     readers."""
 
     name = "norm_norm_narrowed"
 
+    def quantizer(self, b: Builder, norm: Op) -> Quantizer | None:
+        return narrowing_of(b, norm.value, dense=True)
+
     def refuse(self, b: Builder, op: Op) -> str | None:
-        second = norm_of(b, op)
-        to = None if second is None else narrowing_of(b, second.value, dense=True)
-        return "nothing converts the second result to fp16" if to is None else super().refuse(b, op)
-
-    def _parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
-        """The second norm, and the conversion of its result."""
-        second = self._second(b, op)
-        to = narrowing_of(b, second.value, dense=True)
-        assert to is not None
-        return second, to
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The readers of both results."""
-        norms = readers(graph, op)
-        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """Both normalizations and the conversion."""
-        second, to = self._parts(b, op)
-        return Region(op, after=(second, to.op))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """Place the fp16 result, and the fp32 results that are stored."""
-        second, to = self._parts(b, op)
-        strides = result_strides(b, *self._values(b, op))
-        b.target(op.value, strides)
-        b.target(to.op.value)
-        if is_stored(b, second.value):
-            b.target(second.value, strides)
+        if self.narrower(b, op) is None:
+            return "nothing converts the second result to fp16"
+        return NormNorm.refuse(self, b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        second, to = self._parts(b, op)
-        return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, second.value))
+        return self.with_narrower(b, op, super().problem(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        (second, to), x = self._parts(b, op), b.operand(op.inputs[0])
+        (second, to), x = self.parts(b, op), b.operand(op.inputs[0])
         kept = is_stored(b, second.value)
         operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "narrow": b.target(to.op.value)}
         if kept:

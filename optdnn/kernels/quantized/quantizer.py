@@ -140,8 +140,8 @@ def _only(
 def meaning(
     op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "", which: int = 0
 ) -> dict[str, Any]:
-    """The attributes of a "Quantized" or "Narrowed" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or ``attrs`` and
-    ``kind``), and the quantization of its result ``which``. ``kept``: the float result is stored, too."""
+    """The attributes of a "Quantized" or "Narrowed" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or
+    ``attrs`` and ``kind``), and the quantization of its result ``which``. ``kept``: the float result is stored, too."""
     own = attrs_dict(op.attrs) if attrs is None else attrs
     low, high = BOUNDS[to.to.dtype]
     return {
