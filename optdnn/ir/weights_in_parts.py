@@ -33,8 +33,8 @@ BLOCK = 1 << 20
 class WeightInParts:
     """An operand of a launch: the views that it reads.
 
-    ``first`` and ``rest`` are [rows, padded channels, others], ``factors`` [rows], ``scales`` [channels, others] or None.
-    ``order``: the place in its block of each channel."""
+    ``first`` and ``rest`` are [rows, padded channels, others], ``factors`` [rows], ``scales`` [channels, others] or None,
+    or [bands, channels, others], each for its part of the rows. ``order``: the place in its block of each channel."""
 
     first: Array
     rest: Array
@@ -56,12 +56,20 @@ class WeightInParts:
 
     def begin(self) -> WeightInParts:
         """The first of its rows, along axis 0."""
-        return replace(self, first=self.first[:1], rest=self.rest[:1], factors=self.factors[:1])
+        return replace(
+            self, first=self.first[:1], rest=self.rest[:1], factors=self.factors[:1], scales=self._scales(slice(1))
+        )
+
+    def _scales(self, rows: slice) -> Array | None:
+        """The scales of some rows."""
+        if self.scales is None or self.scales.ndim == self.first.ndim - self.factors.ndim:
+            return self.scales
+        return self.scales[np.arange(len(self.first))[rows] // (len(self.first) // len(self.scales))]
 
     def sums(self, rows: slice) -> Array:
         """What the parts of some rows (along axis 0) give back: fp32 weights to 22 bits."""
         first, rest = self.first[rows].astype(FP32), self.rest[rows].astype(FP32)
-        return whole_weights(first, rest, self.factors[rows], self.scales, self.order, self.channels)
+        return whole_weights(first, rest, self.factors[rows], self._scales(rows), self.order, self.channels)
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """All rows in blocks: rows along axis 0, and their weights in C order. A block begins at a multiple of four weights."""
@@ -109,9 +117,12 @@ def _check(weight: WeightInParts) -> None:
     first, factors, channels = weight.first, weight.factors, weight.channels
     if not 1 <= factors.ndim < first.ndim or not 0 < channels <= first.shape[factors.ndim] or not weight.order:
         raise ValueError(f"weights in parts of {first.shape} have {channels} channels")
-    rows = factors.ndim
-    wanted = (weight.rest, first.shape), (factors, first.shape[:rows]), (weight.scales, weight.shape[rows:])
-    if weight.size == 0 or any(view is not None and view.shape != shape for view, shape in wanted):
+    rows, bands = factors.ndim, tuple[int, ...]()
+    if weight.scales is not None and weight.scales.ndim > first.ndim - rows:
+        bands = weight.scales.shape[:1]
+    wanted = (weight.rest, first.shape), (factors, first.shape[:rows]), (weight.scales, (*bands, *weight.shape[rows:]))
+    uneven = any(n == 0 or len(first) % n for n in bands)
+    if weight.size == 0 or uneven or any(view is not None and view.shape != shape for view, shape in wanted):
         raise ValueError(f"the views of weights in parts of {first.shape} do not fit together")
 
 

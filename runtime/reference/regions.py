@@ -131,13 +131,16 @@ def weights_in_parts(
 def whole_weights(
     first: Array, rest: Array, factor: Array, scale: Array | None, order: Sequence[int], channels: int
 ) -> Array:
-    """The sum of two parts [rows, padded channels, others], times a factor [rows], and a scale [channels, others].
+    """The sum of two parts [rows, padded channels, others], times a factor [rows], and a scale [channels, others], or a
+    scale [bands, channels, others], each for its part of the rows.
 
     ``order`` is the place of each channel in its block; without padding there are ``channels``."""
     places = [i // len(order) * len(order) + order[i % len(order)] for i in range(channels)]
     whole = np.copysign(first + rest, first)  # a negative zero has a rest of zero
     whole = np.take(whole, places, axis=factor.ndim)
     whole = whole * factor.reshape(*factor.shape, *(1,) * (whole.ndim - factor.ndim))
+    if scale is not None and scale.ndim > whole.ndim - factor.ndim:
+        scale = np.repeat(scale, len(whole) // max(1, len(scale)), axis=0)
     return whole if scale is None else whole * scale
 
 

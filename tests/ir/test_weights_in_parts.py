@@ -42,11 +42,11 @@ def optimized(graph: Graph) -> Graph:
     return graph
 
 
-def conv(weights: Array) -> Graph:
+def conv(weights: Array, group: int = 1) -> Graph:
     n = Net()
-    x = n.op("Relu", n.input(1, weights.shape[1], 14, 14))
-    same = (weights.shape[2] // 2,) * 4
-    return optimized(n.done(n.op("Relu", n.op("Conv", x, n.const(weights), attrs=ConvAttrs((1, 1), same, (1, 1))))))
+    x = n.op("Relu", n.input(1, weights.shape[1] * group, 14 * group, 14 * group))
+    attrs = ConvAttrs((1, 1), (weights.shape[2] // 2,) * 4, (1, 1), group=group)
+    return optimized(n.done(n.op("Relu", n.op("Conv", x, n.const(weights), attrs=attrs))))
 
 
 def normal(*shape: int) -> Array:
@@ -123,9 +123,9 @@ def test_corrections_of_other_weights_are_refused() -> None:
 # ---------------------------------------------------------------- engines
 
 
-def uneven() -> Array:
+def uneven(*shape: int) -> Array:
     """Weights of input channels of very different sizes: the build gives them scales."""
-    weights = normal(*SHAPE)
+    weights = normal(*shape or SHAPE)
     weights[:, ::3] *= np.float32(2**-13)
     return weights
 
@@ -134,6 +134,7 @@ CASES: dict[str, Callable[[], Graph]] = {
     "conv": lambda: conv(normal(*SHAPE)),
     "padded channels": lambda: conv(normal(264, 250, 3, 3)),
     "scales": lambda: conv(uneven()),
+    "scales of groups": lambda: conv(uneven(288, 96, 3, 3), 3),
     "pruned": lambda: conv(pruned(normal(*SHAPE))),
     "resnet": lambda: optimized(import_model(zoo.build("resnet18", batch=1, width=0.5))),
     "bert": lambda: optimized(import_model(zoo.build("bert_base", batch=1, width=0.25, depth=0.17))),
@@ -156,8 +157,9 @@ def test_an_engine_gives_back_its_exact_weights(name: str, tmp_path: Path) -> No
     assert (tmp_path / "a.engine").read_bytes() == (tmp_path / "b.engine").read_bytes()
 
 
-def test_scales_are_tested() -> None:
-    steps = lowered(conv(uneven())).steps
+@pytest.mark.parametrize("name", ["scales", "scales of groups"])
+def test_scales_are_tested(name: str) -> None:
+    steps = lowered(CASES[name]()).steps
     assert any(s.params["op"]["attrs"].get("scaled") for s in steps if "op" in s.params)
 
 
@@ -233,7 +235,7 @@ def test_a_correction_that_gives_other_weights_is_refused() -> None:
 
 
 def malformed(change: Callable[[dict[str, Any], list[Any]], None]) -> Program:
-    graph = conv(normal(*SHAPE))
+    graph = CASES["scales of groups"]() if change is uneven_bands else conv(normal(*SHAPE))
     program = hold(graph, lowered(graph))
     for step in program.steps:
         if step.params["op"]["kind"] == "WeightsInParts":
@@ -281,9 +283,15 @@ def sums_of_all_pairs(attrs: dict[str, Any], reads: list[Any]) -> None:
         reads[number] = [reads[number][0], 0, shape, strides]
 
 
-@pytest.mark.parametrize(
-    "change", [no_order, many_channels, repeated_elements, computed, no_elements, huge_order, sums_of_all_pairs]
-)
+def uneven_bands(attrs: dict[str, Any], reads: list[Any]) -> None:
+    operand, offset, (bands, *shape), strides = reads[-1]
+    assert bands == 3
+    reads[-1] = [operand, offset, [5, *shape], [0, *strides[1:]]]
+
+
+@pytest.mark.parametrize("change", [
+    no_order, many_channels, repeated_elements, computed, no_elements, huge_order, sums_of_all_pairs, uneven_bands,
+])  # fmt: skip
 def test_malformed_launches_are_refused(change: Callable[[dict[str, Any], list[Any]], None]) -> None:
     """An engine may be hostile."""
     with pytest.raises(EngineError, match="not one of this version"):

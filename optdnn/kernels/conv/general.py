@@ -222,17 +222,22 @@ class BandedConv(hopper_launch.HopperKernel):
 
     name = "conv_bands_sm90"
 
+    def together(self, op: Op, weight: Array) -> int:
+        """Number of neighboring groups that form a band."""
+        return groups_together(op.attrs.group, weight.shape[0] // op.attrs.group)
+
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := constants_refusal(b, op)) is not None:
             return why
         a, weight = op.attrs, b.weights(op)
         if a.group == 1:
             return "it has one group"
-        together = groups_together(a.group, weight.shape[0] // a.group)
+        together = self.together(op, weight)
         read, aligned = together * weight.shape[1], 16 // op.outputs[0].type.dtype.itemsize
         if together < a.group and read % aligned:
             return f"a band of {read} channels is not a multiple of the 16 bytes that TMA addresses"
-        return hopper_launch.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=self.parts)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """If the kernel without zeros is predicted to be faster, it goes first until both are measured."""
@@ -241,7 +246,7 @@ class BandedConv(hopper_launch.HopperKernel):
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.weights(op)
-        ep, n = plan_epilogue(b.graph, op, channel_axis=1), groups_together(a.group, weight.shape[0] // a.group)
+        ep, n = plan_epilogue(b.graph, op, channel_axis=1), self.together(op, weight)
         x = with_pitch(b, op, image(entering(b, op)))
         feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)

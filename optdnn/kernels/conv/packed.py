@@ -22,13 +22,13 @@ Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
 
 
 def _input_scales(b: Builder, feed: Feed) -> Array | None:
-    """The scales of a source's input channels for fp32 in parts, powers of two; None: all are 1."""
+    """The scales of a source's input channels for fp32 in parts, powers of two: [bands, channels]; None: all are 1."""
 
     def make() -> Array:
-        shifts = parts_kernel.input_shifts(feed.weight)
+        shifts = parts_kernel.input_shifts(feed.weight, feed.bands, feed.together)
         return np.ones(0, np.float32) if shifts is None else np.ldexp(np.float32(1), shifts)
 
-    found = b.kept.once(("input scales",), [feed.weight], make)
+    found = b.kept.once(("input scales", feed.bands, feed.together), [feed.weight], make)
     return found if found.size else None
 
 
@@ -42,8 +42,12 @@ def with_ranges(b: Builder, problem: Problem, feeds: Sequence[Feed]) -> Problem:
         scaled = [_scaled(f, c) for f, c in zip(feeds, scales, strict=True)]
         return np.array([parts_kernel.selective(np.concatenate([w.reshape(len(w), -1) for w in scaled], axis=1))])
 
-    (ignores,) = b.kept.once(("selective",), [f.weight for f in feeds], selective)
-    return replace(problem, equalized=any(c is not None for c in scales), selective=bool(ignores))
+    # A channel ignores the other groups of its band, and the next band's channels in the last K step of each tap.
+    partial = problem.bands > 1 and problem.sources[0].channels % problem.block != 0
+    ignores = partial or any(f.together > 1 for f in feeds)
+    if not ignores:
+        (ignores,) = map(bool, b.kept.once(("selective", problem.bands), [f.weight for f in feeds], selective))
+    return replace(problem, equalized=any(c is not None for c in scales), selective=ignores)
 
 
 def _scaled(feed: Feed, scales: Array | None) -> Array:
@@ -53,13 +57,14 @@ def _scaled(feed: Feed, scales: Array | None) -> Array:
 
 def _for_weights(feed: Feed, scales: Array) -> Array:
     """The scales of a source's input channels, in a shape that broadcasts with its weights."""
-    return scales.reshape(1, -1, *(1,) * (feed.weight.ndim - 2))
+    of_groups = scales.reshape(feed.bands * feed.together, -1, *(1,) * (feed.weight.ndim - 2))
+    return of_groups if len(of_groups) == 1 else np.repeat(of_groups, len(feed.weight) // len(of_groups), axis=0)
 
 
 def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed]) -> dict[str, TensorView]:
     """The packed weights of all sources, by their operand name in the launch. fp32 in parts: with the factors of its channels."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
-    key = ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem))
+    key = ("conv_sm90", problem.block, problem.out_item, problem.dtype, problem.bands, *_together(problem))
 
     def pack() -> Array:
         return conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds])
@@ -72,11 +77,11 @@ def weight_operands(b: Builder, op: Op, problem: Problem, feeds: Sequence[Feed])
         return parts_kernel.divided(whole, problem.block)
 
     def scales() -> Array:  # along K, in the order of the packed weights
-        rows = [np.ones((1, *f.weight.shape[1:]), np.float32) for f in feeds]
+        rows = [np.ones((problem.bands, *f.weight.shape[1:]), np.float32) for f in feeds]
         for feed, row in zip(feeds, rows, strict=True):
             if (found := _input_scales(b, feed)) is not None:
-                row *= _for_weights(feed, found)
-        packed = conv_params.pack_weights(problem, rows)[0]
+                row *= found.reshape(*found.shape, *(1,) * (row.ndim - 2))
+        packed = conv_params.pack_weights(problem, rows).reshape(-1)
         return np.where(packed == 0, np.float32(1), packed)  # the padding of blocks
 
     def constant(name: str, make: Callable[[], Array], *more: object) -> TensorView:
@@ -112,7 +117,12 @@ def with_parts(meaning: Meaning, problem: Problem, operands: Mapping[str, Tensor
         more.append(replace(whole, offset=x.offset + problem.channels * depth))
         more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
         if problem.equalized:
-            more.append(operands["input_scales"].view(x.shape[rows:], x.strides[rows:], x.offset % depth))
+            bands = ((problem.bands,), (depth,)) if problem.bands > 1 else ((), ())
+            more.append(
+                operands["input_scales"].view(
+                    (*bands[0], *x.shape[rows:]), (*bands[1], *x.strides[rows:]), x.offset % depth
+                )
+            )
     own = {
         "of": kind,
         "own": tuple(sorted(attrs)),

@@ -8,13 +8,18 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.fused import ConvolutionKernel, copy_seconds
+from optdnn.kernels.conv.general import BandedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.tactic import costlier
+from optdnn.types import Array
 
 SLOWER = 1.4
 """Scalar units took 1.2 to 2 times as long as predicted in ResNet-50, RegNetY and EfficientNet-B0 (H200, batch 1 to 32). Not counted on
 if this kernel needs a copy."""
+
+STEP, LEAST_CHANNELS = 32, 128
+"""Input channels of a K step; and channels of a tile up to which its step takes the same time, since threads must divide the pixels."""
 
 
 def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView) -> str | None:
@@ -34,6 +39,27 @@ class PartsConv(HopperConv):
 
     name = "conv_parts_sm90"
     parts = True
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        return _later(b, op, self, TiledConv(), b.result(op.value))
+
+
+class PartsBands(BandedConv):
+    """Convolutions of fp32 with several groups. Neighboring narrow groups form a band with zeros between them."""
+
+    name = "conv_bands_parts_sm90"
+    parts = True
+
+    def together(self, op: Op, weight: Array) -> int:
+        """The divisor of the groups with which a pixel takes the least time: K steps of all bands, times the channels of a tile."""
+        groups, inside = op.attrs.group, weight.shape[1]
+        channels = len(weight) // groups
+
+        def cost(n: int) -> tuple[int, int]:
+            return groups // n * -(-n * inside // STEP) * max(n * channels, LEAST_CHANNELS), n
+
+        whole = (n for n in range(1, groups) if groups % n == n * channels % 8 == n * inside % 4 == 0)
+        return min((*whole, groups), key=cost)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         return _later(b, op, self, TiledConv(), b.result(op.value))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from optdnn.kernels.builder import up
 from optdnn.kernels.conv.cost_terms import CLOCK, MEMORY, waves_of
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.problem import Problem
@@ -81,7 +83,7 @@ class PartsConfig:
 
     def joint_tiles(self, problem: Problem) -> tuple[int, int]:
         """Tiles over the channels, and in all."""
-        channels = -(-problem.channels // self.tile[0])
+        channels = problem.bands * -(-problem.band_channels // self.tile[0])
         return channels, channels * -(-problem.pixels // self.tile[1])
 
 
@@ -100,17 +102,21 @@ TINY, IGNORED = 2.0**-18, 1 / 32
 """A channel ignores inputs if more than this part of its weights is so small, beside its largest one."""
 
 
-def input_shifts(weights: Array) -> Array | None:
-    """Scales of the input channels of ``[output channels, input channels, ...]`` fp32 weights, as powers of two, int32 and at most 0.
+def input_shifts(weights: Array, bands: int = 1, together: int = 1) -> Array | None:
+    """Scales of the input channels of ``[output channels, input channels, ...]`` fp32 weights, as powers of two: ``[bands, channels]``,
+    int32 and at most 0. A band is ``together`` groups, each of which reads its own ``input channels``.
 
-    Pixels are multiplied by them, and weights divided. Then the largest weights of all input channels have about one size. None: they
-    have it already. Channels that nothing reads get the least scale, so that their numbers cost others no bits."""
-    largest = np.abs(weights).reshape(*weights.shape[:2], -1).max(axis=(0, 2), initial=0.0)
+    Pixels are multiplied by them, and weights divided. Then the largest weights of all input channels of a band have about one size.
+    None: they have it already. Channels that nothing reads get the least scale, so that their numbers cost others no bits."""
+    inside = weights.shape[1]
+    largest = np.abs(weights).reshape(bands, together, -1, inside, weights[0, 0].size).max(axis=(2, 4), initial=0.0)
+    largest = largest.reshape(bands, -1)
     used = np.isfinite(largest) & (largest > 0)
     if not used.any():
         return None
-    shifts = np.frexp(np.where(used, largest, largest[used].max()))[1]
-    shifts = np.where(largest == 0, LOWEST, shifts - shifts.max())
+    most = np.where(used, largest, 0).max(axis=1, keepdims=True)
+    shifts = np.frexp(np.where(used, largest, most))[1]
+    shifts = np.where(largest == 0, LOWEST, shifts - shifts.max(axis=1, keepdims=True))
     return None if shifts.min() >= -LEVEL else np.maximum(shifts, LOWEST).astype(np.int32)
 
 
@@ -158,15 +164,8 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
     """Why the configuration cannot run the problem, or None."""
     if not problem.parts:
         return f"it multiplies fp32 in parts, not {problem.dtype}"
-    if (
-        problem.scatter
-        or problem.pooled
-        or problem.prologue
-        or problem.bands > 1
-        or problem.stack
-        or problem.together > 1
-    ):
-        return "it has no prologue, bands or stacks, and stores each pixel by itself"
+    if problem.scatter or problem.pooled or problem.prologue or problem.stack or problem.together > 1:
+        return "it has no prologue or stacks, and stores each pixel by itself"
     if (
         config.groups not in (1, 2)
         or config.columns % 8
@@ -187,7 +186,8 @@ def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, check
     defines = {
         "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
         "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split, "MODE0": modes[0], "MODE1": modes[1],
-        "UNEVEN": int(problem.selective), "EQUALIZED": int(problem.equalized), "SHARED_BYTES": shared_bytes(problem, config),
+        "UNEVEN": int(problem.selective), "EQUALIZED": int(problem.equalized), "BANDED": int(problem.bands > 1),
+        "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
     return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
@@ -226,14 +226,24 @@ def estimate(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
     return cycles / CLOCK + BESIDE * problem.bytes / MEMORY
 
 
+def _widths(problem: Problem, groups: int) -> Sequence[int]:
+    """Channels of a warpgroup to consider: with bands, also those of which whole tiles fill a band."""
+    if problem.bands == 1:
+        return WIDTHS
+    even = {up(-(-problem.band_channels // (n * groups)), 8) for n in range(1, problem.band_channels // 8 + 1)}
+    return sorted({*WIDTHS, *(n for n in even if n <= MOST_COLUMNS)})
+
+
 def candidates(problem: Problem, device: GpuFacts, limit: int = 12) -> list[tuple[float, PartsConfig]]:
     """The configurations to time with their predicted seconds, best first."""
     found = []
     for pixel_groups, channel_groups in ((1, 1), (2, 1), (1, 2)):
         if pixel_groups == 2 and problem.pixels <= PIXELS:
             continue
-        for columns in WIDTHS:
-            if (channel_groups * columns - 8 >= problem.channels and columns > 8) or channel_groups * columns > 256:
+        for columns in _widths(problem, channel_groups):
+            if (
+                channel_groups * columns - 8 >= problem.band_channels and columns > 8
+            ) or channel_groups * columns > 256:
                 continue
             for split in SPLITS:
                 shallow = PartsConfig(pixel_groups, channel_groups, columns, 2, split)

@@ -105,7 +105,12 @@ DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, i
 // The first channel and pixel of a tile. p.tiles and p.channel_tiles count the tiles of a whole cluster of sharers as one.
 DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
     if (BATCHED) tile %= p.batch_tiles;
-    channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
+    const int place = tile % p.channel_tiles;
+    channel = (place * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
+    if (BANDED) {                                  // a band's last tile may reach beyond it
+        const int each = (p.band_channels + TILE_CHANNELS - 1) / TILE_CHANNELS;
+        channel = place / each * p.band_channels + place % each * TILE_CHANNELS;
+    }
     int index = tile / p.channel_tiles;
     if (p.reverse) index = (BATCHED ? p.batch_tiles : p.tiles) / p.channel_tiles - 1 - index;
     pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;

@@ -19,13 +19,16 @@
 // conv_sm90.cu; blocks are persistent. With SPLIT > 1, the blocks of a cluster split K of one tile. Each finishes some of the channels: the
 // others send it their sums.
 //
+// BANDED: as for conv_sm90.cu, but a band need not be whole tiles. The last tile of a band also multiplies channels of the next one, and does
+// not store them. Each band has scales of its own.
+//
 // generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
-// STAGES, SPLIT, UNEVEN, EQUALIZED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
+// STAGES, SPLIT, UNEVEN, EQUALIZED, BANDED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
 #include "conv_common.cuh"
 #include "fp16_parts.cuh"
 
 constexpr int WGM = CHANNEL_GROUPS, WGN = PIXEL_GROUPS, MT = 1, BN = 64;       // names of conv_loads.cuh: TMA loads 64 pixels at a time
-constexpr int SHARE_CHANNELS = 1, SHARE_PIXELS = 1, BATCHED = 0, BANDED = 0, ACROSS = 0;
+constexpr int SHARE_CHANNELS = 1, SHARE_PIXELS = 1, BATCHED = 0, ACROSS = 0;
 constexpr int GROUPS = PIXEL_GROUPS * CHANNEL_GROUPS, TILE_GROUPS = GROUPS, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int TILE_CHANNELS = CHANNEL_GROUPS * GROUP_CHANNELS, TILE_PIXELS = PIXEL_GROUPS * 64;
 constexpr int PIXEL_PART = 64, WEIGHT_PART = TILE_CHANNELS;
@@ -139,12 +142,12 @@ DEVICE void multiply(float (&sums)[GROUP_CHANNELS / 2], const Pixels& a, u32 wei
 
 // Two channels of each of two pixels, eight rows apart: a thread's part of a block of eight channels.
 struct Block {
-    int channel, pixel;                            // beyond the last ones: not stored, and loads read the last ones
+    int channel, pixel, end;                       // beyond the last ones: not stored, and loads read the last ones
     float2 factor, residual[2];
     Channel constants[2];
 
-    __device__ __forceinline__ void load(const Params& p, int channel_, int pixel_) {
-        channel = channel_, pixel = pixel_;
+    __device__ __forceinline__ void load(const Params& p, int channel_, int end_, int pixel_) {
+        channel = channel_, end = end_, pixel = pixel_;
         const int near = min(channel, p.channels - 2);
         factor = __ldg(reinterpret_cast<const float2*>(p.factors + near));
         factor.x *= WEIGHTS_SCALE, factor.y *= WEIGHTS_SCALE;
@@ -162,7 +165,7 @@ struct Block {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float x = v[2 * i] * factor.x, y = v[2 * i + 1] * factor.y;
-            const bool live = channel < p.channels && pixel + 8 * i < p.pixel_count;
+            const bool live = channel < end && pixel + 8 * i < p.pixel_count;
             u8* const target = p.output_pointer + ((long long)(pixel + 8 * i) * p.output_pitch + channel) * OUT_ITEM;
 #if PAIRED
             const float result = of_pair(x, constants[0], y, constants[1]);
@@ -177,15 +180,16 @@ struct Block {
 };
 
 // Finishes and stores ``count`` blocks of eight channels, at most MOST, ``apart`` channels from each other. channel, pixel: of this thread in
-// the first one. sum_of(i, v): the sums of block i.
-template <int MOST, class SumOf> DEVICE void store_blocks(const Params& p, int count, int channel, int apart, int pixel, const SumOf& sum_of) {
+// the first one. end: of the channels to store. sum_of(i, v): the sums of block i.
+template <int MOST, class SumOf>
+DEVICE void store_blocks(const Params& p, int count, int channel, int end, int apart, int pixel, const SumOf& sum_of) {
     constexpr int TOGETHER = 4;                    // a thread would wait for the loads of each block
     #pragma unroll
     for (int first = 0; first < MOST; first += TOGETHER) {
         Block blocks[TOGETHER];
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++)
-            if (first + i < MOST) blocks[i].load(p, first + i < count ? channel + (first + i) * apart : p.channels, pixel);
+            if (first + i < MOST) blocks[i].load(p, first + i < count ? channel + (first + i) * apart : end, end, pixel);
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             if (first + i >= MOST) continue;
@@ -237,7 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
                 barrier_expect(full + 8 * stage, LOADED_BYTES);
                 load_weights(p, ring + stage * STAGE_BYTES + WEIGHTS_AT, full + 8 * stage, 0, k_begin + k, to.channel, to.batch);
 #if EQUALIZED
-                bulk_load(ring + stage * STAGE_BYTES + SCALES_AT, p.input_scales + (k_begin + k) * BK, BK * 4, full + 8 * stage);
+                const int band = BANDED ? to.channel / p.band_channels : 0;
+                bulk_load(ring + stage * STAGE_BYTES + SCALES_AT, p.input_scales + (band * p.k_steps + k_begin + k) * BK, BK * 4, full + 8 * stage);
 #endif
             };
             for (int k = 0; k < primed; k++) load_constants(k, k);
@@ -322,9 +327,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         }
         int channel, pixel;
         tile_at(p, tile, 0, channel, pixel);
+        const int end = BANDED ? (channel / p.band_channels + 1) * p.band_channels : p.channels;
         channel += column, pixel += row;
         if (SPLIT == 1) {
-            store_blocks<EIGHTS>(p, EIGHTS, channel, 8, pixel, [&](int block, float (&v)[4]) {
+            store_blocks<EIGHTS>(p, EIGHTS, channel, end, 8, pixel, [&](int block, float (&v)[4]) {
                 #pragma unroll
                 for (int i = 0; i < 4; i++) v[i] = whole[4 * block + i];
             });
@@ -337,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         for (int j = 0; j < EIGHTS; j++) cluster_send(own_box + (j / SPLIT * SPLIT + rank) * BLOCK_BYTES, reduced, j % SPLIT, &whole[j * 4]);
         if (rank >= EIGHTS) return;
         barrier_wait_cluster(reduced, 0);
-        store_blocks<SLOTS>(p, (EIGHTS - rank + SPLIT - 1) / SPLIT, channel + 8 * rank, 8 * SPLIT, pixel, [&](int block, float (&v)[4]) {
+        store_blocks<SLOTS>(p, (EIGHTS - rank + SPLIT - 1) / SPLIT, channel + 8 * rank, end, 8 * SPLIT, pixel, [&](int block, float (&v)[4]) {
             float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             #pragma unroll
             for (int from = 0; from < SPLIT; from++) {
