@@ -34,7 +34,12 @@ from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.shuffled import ShuffledConv
 from optdnn.kernels.conv.stem import StemConv
 from optdnn.kernels.conv.stem_pool import PooledStem
-from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
+from optdnn.kernels.conv.transpose import (
+    GeneralConvTranspose,
+    HopperConvTranspose,
+    PartsConvTranspose,
+    TiledConvTranspose,
+)
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.conv.volume_stem import VolumeStem
@@ -176,6 +181,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (
         HopperConvTranspose(),
         GeneralConvTranspose(),
+        PartsConvTranspose(),
         TiledConvTranspose(),
         EdgeDepthwiseTranspose(),
         TiledDepthwiseTranspose(),

@@ -89,8 +89,7 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """
     dense, exact = problem.dense, is_exact(problem)
     if problem.parts:
-        offers = [Offer(c, s, row_invariant=in_one_order(c)) for s, c in parts_kernel.candidates(problem, gpu) if dense]
-        return tuple(offers)
+        return tuple(Offer(c, s, in_one_order(c)) for s, c in parts_kernel.candidates(problem, gpu) if dense)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
     found += [(_modeled(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
@@ -223,7 +222,7 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
         problem = conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
-            dense=dense or set(pitches) == {wide}, pitches=_apart(pitches, wide) if dense else (0, 0),
+            dense=dense or set(pitches) == {wide} or (self.parts and c.scatter is not None), pitches=_apart(pitches, wide) if dense else (0, 0),
             image_rows=0 if c.gate is None else c.out.shape[0] // c.gate.shape[0],
         )  # fmt: skip
         return with_ranges(b, problem, c.feeds)

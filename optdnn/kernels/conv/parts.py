@@ -22,7 +22,9 @@ STEP, LEAST_CHANNELS = 32, 128
 """Input channels of a K step; and channels of a tile up to which its step takes the same time, since threads must divide the pixels."""
 
 
-def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView) -> str | None:
+def slower_than_scalar(
+    b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView
+) -> str | None:
     """Why the tactic on scalar units is predicted to be faster, or None. It reads and writes tensors in place, which saves copies.
     ``result``: where the result goes."""
     if other.refuse(b, op) is not None:
@@ -41,7 +43,7 @@ class PartsConv(HopperConv):
     parts = True
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        return _later(b, op, self, TiledConv(), b.result(op.value))
+        return slower_than_scalar(b, op, self, TiledConv(), b.result(op.value))
 
 
 class PartsBands(BandedConv):
@@ -62,7 +64,7 @@ class PartsBands(BandedConv):
         return min((*whole, groups), key=cost)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        return _later(b, op, self, TiledConv(), b.result(op.value))
+        return slower_than_scalar(b, op, self, TiledConv(), b.result(op.value))
 
 
 class PartsGemm(HopperGemm):
@@ -72,4 +74,4 @@ class PartsGemm(HopperGemm):
     parts = True
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        return _later(b, op, self, TiledGemm(), b.result(op.value, self._strides(b, op)))
+        return slower_than_scalar(b, op, self, TiledGemm(), b.result(op.value, self._strides(b, op)))

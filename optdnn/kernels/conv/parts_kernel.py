@@ -164,8 +164,8 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
     """Why the configuration cannot run the problem, or None."""
     if not problem.parts:
         return f"it multiplies fp32 in parts, not {problem.dtype}"
-    if problem.scatter or problem.pooled or problem.prologue or problem.stack or problem.together > 1:
-        return "it has no prologue or stacks, and stores each pixel by itself"
+    if problem.pooled or problem.prologue or problem.stack or problem.together > 1:
+        return "it has no prologue, pooling or stacks"
     if (
         config.groups not in (1, 2)
         or config.columns % 8

@@ -20,6 +20,7 @@ from optdnn.kernels.conv.cost_terms import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
 from optdnn.kernels.conv.hopper import bias_of, entering, has_computed_bias, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.conv.parts import slower_than_scalar
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
@@ -196,6 +197,25 @@ def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter
     """The destination of blocks of pixels in the NCHW image, if ``together`` neighboring channels are one access; else None."""
     high, wide = axes
     return Scatter.of(out, (high.stride, wide.stride), (high.crop, wide.crop), together)
+
+
+class PartsConvTranspose(hopper_launch.HopperKernel, Subpixel):
+    """Transposed convolutions of fp32, in one launch on Hopper's tensor cores."""
+
+    name = "subpixel_parts_sm90"
+    parts = True
+
+    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
+        strides, pads, dilations = _geometry(axes)
+        geometry = ((axes[0].taps, axes[1].taps), strides, pads, dilations)
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=True)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        return slower_than_scalar(b, op, self, TiledConvTranspose(), b.result(op.value))
+
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        blocks = out.shape[1] * axes[0].stride * axes[1].stride  # channels of the launch, which has no padding of them
+        return _scatter(out, axes, 2) if not ep.rest and blocks % 8 == 0 else None
 
 
 class GeneralConvTranspose(general.GeneralKernel, Subpixel):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.net import Net, built
 from support.on_gpu import checked_launches
+from support.one_config import only_of
 from support.simulated import (
     TOLERANCE,
     check_simulated,
@@ -18,9 +19,14 @@ from support.simulated import (
     results_of,
     tactics,
 )
+from support.spills import check_spills
 
 from optdnn.ir.graph import Value
+from optdnn.kernels.conv import parts_kernel
+from optdnn.kernels.conv.parts_kernel import PartsConfig
+from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.subpixel import Axis, block_weights
+from optdnn.kernels.conv.transpose import PartsConvTranspose, TiledConvTranspose
 from optdnn.ops.conv import ConvTransposeAttrs
 from optdnn.runtime.reference.conv import conv, conv_transpose
 
@@ -48,6 +54,8 @@ NETS: dict[str, Callable[[Net], Value]] = {
     "2x2 by 2": lambda n: n.op("Sigmoid", transposed(n, n.input(2, 8, 5, 4), 8, (2, 2), (2, 2))),
     "5x5 by 3": lambda n: transposed(n, n.input(2, 8, 5, 4), 3, (5, 5), (3, 3), (0, 1, 2, 1)),
     "a line": lambda n: transposed(n, n.input(2, 8, 7), 16, (4,), (2,), (1, 2)),
+    "18 channels": lambda n: transposed(n, n.input(2, 8, 5, 4), 2, (3, 3), (3, 3)),
+    "40 channels": lambda n: transposed(n, n.input(2, 8, 5, 4), 10, (2, 2), (2, 2), (1, 0, 0, 1)),
     "holes": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (3, 2), (2, 3), (1, 0, 2, 1), dilations=(2, 1)),
     "stride 1": lambda n: n.op("Relu", transposed(n, n.input(2, 8, 5, 4), 8, (3, 3), (1, 1), (1, 1, 1, 1), dilations=(1, 2))),
     "stride 1 along an axis": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (3, 4), (1, 2), (1, 1, 1, 1), bias=False),
@@ -59,10 +67,14 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_programs_compute_the_network(name: str) -> None:
-    for precision, kernel in (("fp16", "sm90"), ("tf32", "sm90"), ("fp32", "fp32")):
+def test_programs_compute_the_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision in ("fp16", "tf32"):
         program = check_simulated(built(NETS[name]), precision)
-        assert set(tactics(program, "ConvTranspose")) == {f"subpixel_{kernel}"}
+        assert set(tactics(program, "ConvTranspose")) == {"subpixel_sm90"}
+    for tactic, why in ((PartsConvTranspose, None), (TiledConvTranspose, "the test takes another kernel")):
+        monkeypatch.setattr(PartsConvTranspose, "defer", lambda self, b, op, why=why: why)
+        program = check_simulated(built(NETS[name]), "fp32")
+        assert set(tactics(program, "ConvTranspose")) == {tactic.name}
 
 
 @pytest.mark.parametrize("name", ["4x4 by 2, padded", "a line", "stride 1", "a residual"])
@@ -180,6 +192,56 @@ def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
         whole = made.reshape(1, stride, 3, -1).transpose(0, 2, 3, 1).reshape(1, 3, -1)
         got = whole[:, :, axes[0].crop : axes[0].crop + want.shape[2], None]
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("2x2 by 2", ["ConvBlocks"]),
+        ("40 channels", ["ConvBlocks"]),
+        ("18 channels", ["Conv", "BlocksToSpace"]),
+        ("5x5 by 3", ["Conv", "BlocksToSpace"]),
+        ("stride 1", ["Conv"]),
+    ],
+)
+def test_blocks_of_an_even_number_of_channels_are_scattered_in_fp32(
+    name: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PartsConvTranspose, "defer", lambda self, b, op: None)
+    program = lowered(built(NETS[name]), "fp32")
+    ops = [step.params["op"] for step in program.steps if "op" in step.params]
+    assert [op["attrs"].get("of", op["kind"]) for op in ops if op["kind"] != "Copy"] == launches
+
+
+@pytest.mark.parametrize(("size", "tactic"), [(64, "subpixel_parts_sm90"), (2, "subpixel_fp32")])
+def test_large_images_in_fp32_take_tensor_cores(size: int, tactic: str) -> None:
+    program = lowered(built(lambda n: transposed(n, n.input(2, 64, size, size), 64, (4, 4), (2, 2), (1,) * 4)), "fp32")
+    assert tactics(program, "ConvTranspose") == [tactic]
+    if size == 2:
+        assert any("it is predicted to take" in r for r in refusals(program, "subpixel_parts_sm90"))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "config", [PartsConfig(1, 2, 128, 3), PartsConfig(2, 1, 144, 4), PartsConfig(1, 1, 56, 4, 8)], ids=str
+)
+def test_scattering_kernels_compile_without_spills(config: PartsConfig) -> None:
+    source = Source(14, 14, 128, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1))
+    problem = Problem(
+        16, 256, (source,), (("bias",), ("gelu",)), "float32", scatter=True, selective=True, equalized=True
+    )
+    assert parts_kernel.refuse(problem, config) is None
+    check_spills(parts_kernel.recipe(problem, config), parts_kernel.FUNCTION)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "config", [PartsConfig(2, 1, 32, 3), PartsConfig(1, 2, 24, 3), PartsConfig(1, 1, 16, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("name", NETS)
+def test_tensor_cores_of_fp32_on_a_gpu(name: str, config: PartsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_of(monkeypatch, PartsConvTranspose, config)
+    assert checked_launches(built(NETS[name]), "fp32", 2e-6)
 
 
 @pytest.mark.hopper
