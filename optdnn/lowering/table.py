@@ -28,7 +28,7 @@ from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.narrow import NarrowConv
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.paired import PairedConv, PairedParts
-from optdnn.kernels.conv.parts import PartsBands, PartsConv, PartsGemm
+from optdnn.kernels.conv.parts import PartsBands, PartsConv, PartsGemm, PartsVolume
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.shuffled import ShuffledConv
@@ -171,6 +171,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         BandedConv(),
         GeneralConv(),
         PairedParts(),
+        PartsVolume(),
         PartsConv(),
         PartsBands(),
         TiledConv(),

@@ -10,6 +10,7 @@ from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.fused import ConvolutionKernel, copy_seconds
 from optdnn.kernels.conv.general import BandedConv
 from optdnn.kernels.conv.hopper import HopperConv
+from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.tactic import costlier
 from optdnn.types import Array
@@ -44,6 +45,17 @@ class PartsConv(HopperConv):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         return slower_than_scalar(b, op, self, TiledConv(), b.result(op.value))
+
+
+class PartsVolume(VolumeConv):
+    """Ungrouped convolutions of fp32 over three axes."""
+
+    name = "conv3d_parts_sm90"
+    parts = True
+    flat = PartsConv()
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        return super().defer(b, op) or slower_than_scalar(b, op, self, TiledConv(), b.result(op.value))
 
 
 class PartsBands(BandedConv):

@@ -134,6 +134,8 @@ class VolumeConv(HopperConv):
 
     name = "conv3d_sm90"
     row_invariant: ClassVar[bool] = False
+    flat: ClassVar[HopperConv] = HopperConv()
+    """The tactic for copied frames."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = volume_of(b.graph, op)
@@ -159,7 +161,7 @@ class VolumeConv(HopperConv):
     def defer(self, b: Builder, op: Op) -> str | None:
         """Why the cost model predicts copied frames to be faster, or None."""
         together = self.offers(self.problem(b, op), b.gpu)[0].predicted
-        apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
+        apart = self.offers(super().problem_of(b, op, self.flat.convolution(b, op)), b.gpu)[0].seconds
         copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
         if together >= (apart or 0.0) + copied:
             return (

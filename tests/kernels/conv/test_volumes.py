@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.net import Net, built
 from support.on_gpu import checked_launches, checked_program
+from support.one_config import only_of
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
 from support.sweep import sweep, turns
 
@@ -15,6 +16,8 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.conv.parts import PartsVolume
+from optdnn.kernels.conv.parts_kernel import PartsConfig
 from optdnn.kernels.conv.volume import VolumeConv, volume_of
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
@@ -258,6 +261,23 @@ def test_a_volume_is_read_where_it_lies(name: str) -> None:
     assert ("TOGETHER 1\n" not in generated) == ("together" in name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sweep(WALKS, *list(WALKS)[::3]))
+def test_a_volume_of_fp32_is_read_where_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartsVolume, "defer", lambda self, b, op: None)
+    program = check_simulated(built(WALKS[name]), "fp32", target="cuda:sm_90a")
+    *_, step = [s for s in program.steps if s.params["op"]["kind"] == "WeightsInParts"]
+    assert "Frames" not in kinds(program)
+    assert len(step.params["reads"][0][2]) == 5
+    assert step.params["tactic"].startswith("conv3d_parts_sm90")
+
+
+@pytest.mark.parametrize(("channels", "tactic"), [(32, "conv3d_parts_sm90"), (3, "conv_fp32")])
+def test_volumes_of_fp32_on_the_faster_units(channels: int, tactic: str) -> None:
+    program = lowered(built(lambda n: volume(n, n.input(1, channels, 8, 28, 28), 32, (3, 3, 3))), "fp32")
+    assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"] == [tactic]
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -294,6 +314,16 @@ def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> Non
     graph = built((WALKS | STEMS)[name])
     for program in in_configurations(graph, CONFIGURATIONS[turn::4]).values():
         checked_program(program, feeds_of(graph), 4e-3)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "config", [PartsConfig(2, 1, 24, 3), PartsConfig(1, 2, 16, 3), PartsConfig(1, 1, 40, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("name", WALKS)
+def test_volumes_of_fp32_on_a_gpu(name: str, config: PartsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_of(monkeypatch, PartsVolume, config)
+    assert checked_launches(built(WALKS[name]), "fp32", 2e-6)
 
 
 @pytest.mark.hopper
