@@ -173,7 +173,9 @@ class TakesAfter(Tactic):
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
     """The reason to defer ``own``: it is predicted to take more than ``margin`` times as long as ``other``; else None. ``more``: seconds
     of further launches that ``own`` needs."""
-    seconds, theirs = (min((o.predicted for o in t.configs(b, op)), default=0.0) for t in (own, other))
+    seconds, theirs = (
+        min((o.predicted for o in t.configs(b, op)), default=t.seconds(b, op) or 0.0) for t in (own, other)
+    )
     seconds += more
     if seconds <= margin * theirs:
         return None

@@ -146,10 +146,10 @@ def storable(b: Builder, x: TensorView) -> bool:
     """Whether a launch can write this channels-last NCHW tensor, or read it as a residual.
 
     If pixels follow one another without gaps, the launch touches all channels up to the next multiple of CHANNEL_ALIGN, in the
-    last pixel too. fp32, which goes to and from registers, needs this layout.
+    last pixel too. With gaps, fp32, which goes to and from registers, needs whole multiples: it would overwrite what follows.
     """
     pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
-    if pitch is None or (x.dtype == FP32 and pitch != wide):
+    if pitch is None or (x.dtype == FP32 and pitch != wide and x.shape[1] != wide):
         return False
     last = (x.size // x.shape[1] - 1) * pitch
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.conv.cost_terms import LATENCY
+from optdnn.kernels.conv.direct import DirectConv
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.fused import ConvolutionKernel, copy_seconds
 from optdnn.kernels.conv.general import BandedConv
@@ -30,11 +32,14 @@ def slower_than_scalar(
     ``result``: where the result goes."""
     if other.refuse(b, op) is not None:
         return None
-    c = own.convolution(b, op)
-    copied = c.copied[len(other.convolution(b, op).copied) :]
-    if not c.ep.rest and c.between.strides != result.strides:
-        copied.append(result)
+    copied = _copied(b, op, own, result)[len(other.convolution(b, op).copied) :]
     return costlier(b, op, own, other, 1.0 if copied else SLOWER, sum(map(copy_seconds, copied)))
+
+
+def _copied(b: Builder, op: Op, own: ConvolutionKernel, result: TensorView) -> list[TensorView]:
+    """Tensors that the tactic copies."""
+    c = own.convolution(b, op)
+    return [*c.copied, *([result] if not c.ep.rest and c.between.strides != result.strides else [])]
 
 
 class PartsConv(HopperConv):
@@ -76,7 +81,13 @@ class PartsBands(BandedConv):
         return min((*whole, groups), key=cost)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        return slower_than_scalar(b, op, self, TiledConv(), b.result(op.value))
+        result, direct = b.result(op.value), DirectConv()
+        if TiledConv().refuse(b, op) is None or direct.refuse(b, op) is not None:
+            return slower_than_scalar(b, op, self, TiledConv(), result)
+        more = (
+            sum(map(copy_seconds, _copied(b, op, self, result))) - LATENCY
+        )  # which the kernel without tiles takes, too
+        return costlier(b, op, self, direct, more=more)
 
 
 class PartsGemm(HopperGemm):
