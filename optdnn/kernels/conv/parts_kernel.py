@@ -25,6 +25,8 @@ PIXELS = 64
 """Pixels of a warpgroup: wgmma's M."""
 MOST_COLUMNS = 144
 """Most channels of a warpgroup: a thread has the sums of a K step, and the whole sums."""
+VOLUME_COLUMNS = 136
+"""The same for two warpgroups and volumes, whose tiles have more coordinates."""
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 136, 144)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MOST_STAGES = 16
@@ -169,7 +171,7 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
     if (
         config.groups not in (1, 2)
         or config.columns % 8
-        or not 8 <= config.columns <= MOST_COLUMNS
+        or not 8 <= config.columns <= (VOLUME_COLUMNS if problem.volume and config.groups == 2 else MOST_COLUMNS)
         or config.tile[0] > 256
     ):
         return "not a tile of this kernel"

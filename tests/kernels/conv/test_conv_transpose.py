@@ -249,6 +249,6 @@ def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
         for name, build in (NETS | DEPTHWISE).items():
             graph = built(build)
-            assert {"Conv", "ConvBlocks", "ConvTranspose"} & {
+            assert {"Conv", "ConvBlocks", "ConvTranspose", "WeightsInParts"} & {
                 e.kind for e in checked_launches(graph, precision, bound)
             }, name

@@ -10,14 +10,17 @@ from support.net import Net, built
 from support.on_gpu import checked_launches, checked_program
 from support.one_config import only_of
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
+from support.spills import check_spills
 from support.sweep import sweep, turns
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.conv import parts_kernel
 from optdnn.kernels.conv.parts import PartsVolume
 from optdnn.kernels.conv.parts_kernel import PartsConfig
+from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.kernels.conv.volume import VolumeConv, volume_of
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
@@ -304,8 +307,21 @@ def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> 
 
 
 @pytest.mark.nvrtc
-def test_kernels_compile() -> None:
-    assert lowered(built(r3d), "fp16", "cuda:sm_90a").kernels
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_kernels_compile(precision: str) -> None:
+    assert lowered(built(r3d), precision, "cuda:sm_90a", no_cubins=False).kernels
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "config", [PartsConfig(1, 2, 128, 3), PartsConfig(2, 1, 136, 4), PartsConfig(1, 1, 56, 4, 8)], ids=str
+)
+def test_kernels_of_fp32_compile_without_spills(config: PartsConfig) -> None:
+    source = Source(14, 14, 96, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1), depth=Depth(8, 8, 3, first=-1))
+    problem = Problem(8, 256, (source,), (("bias",), ("add",), ("gelu",)), "float32", selective=True, equalized=True)
+    assert parts_kernel.refuse(problem, config) is None
+    assert parts_kernel.refuse(problem, PartsConfig(2, 1, 144, 3)) == "not a tile of this kernel"
+    check_spills(parts_kernel.recipe(problem, config), parts_kernel.FUNCTION)
 
 
 @pytest.mark.hopper

@@ -197,15 +197,15 @@ struct Block {
 // the first one. end: of the channels to store. sum_of(i, v): the sums of block i.
 template <int MOST, class SumOf>
 DEVICE void store_blocks(const Params& p, int count, int channel, int end, int apart, int pixel, const SumOf& sum_of) {
-    constexpr int TOGETHER = 4;                    // a thread would wait for the loads of each block
+    constexpr int AT_ONCE = 4;                    // a thread would wait for the loads of each block
     #pragma unroll
-    for (int first = 0; first < MOST; first += TOGETHER) {
-        Block blocks[TOGETHER];
+    for (int first = 0; first < MOST; first += AT_ONCE) {
+        Block blocks[AT_ONCE];
         #pragma unroll
-        for (int i = 0; i < TOGETHER; i++)
+        for (int i = 0; i < AT_ONCE; i++)
             if (first + i < MOST) blocks[i].load(p, first + i < count ? channel + (first + i) * apart : end, end, pixel);
         #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             if (first + i >= MOST) continue;
             float v[4];
             sum_of(first + i, v);
