@@ -222,7 +222,7 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
         problem = conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
-            dense=dense or set(pitches) == {wide} or (self.parts and c.scatter is not None), pitches=_apart(pitches, wide) if dense else (0, 0),
+            dense=dense or set(pitches) == {wide} or c.scatter is not None, pitches=_apart(pitches, wide) if dense else (0, 0),
             image_rows=0 if c.gate is None else c.out.shape[0] // c.gate.shape[0],
         )  # fmt: skip
         return with_ranges(b, problem, c.feeds)

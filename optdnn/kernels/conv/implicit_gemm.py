@@ -280,7 +280,7 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
         return "more than 128 accumulators per thread are for two warpgroups of a block that has its multiprocessor to itself"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators per thread"
-    if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
+    if problem.scatter and (why := refuse_scatter(problem, config.stores_directly)):
         return why
     if late(problem, config) and problem.out_size != (1, 1):
         return "larger tiles of tf32 made convolutions slower (ResNet-50 at batch 32: 1.86 -> 2.21 ms)"
@@ -291,10 +291,10 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
 
 def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
     """Why the launch cannot store blocks of pixels at their final positions, or None."""
-    if stores_directly:
-        return "blocks of pixels go through shared memory"
-    if problem.residual or problem.out_item != 2:
-        return "blocks of pixels are of 16 bits, and nothing is added to them"
+    if problem.residual:
+        return "nothing is added to blocks of pixels"
+    if problem.out_item == 1 or (problem.out_item == 4 and not stores_directly):
+        return "blocks of pixels are of 16 bits, or of fp32 and stored from registers"
     return None
 
 
@@ -317,7 +317,7 @@ them up one by one."""
 
 def _refuse_streaming(problem: Problem, config: Config) -> str | None:
     """Why blocks cannot take spans of K steps, or None."""
-    if config.stationary or config.stores_directly or config.alternate or config.sharers > 1:
+    if config.stationary or config.stores_directly or config.alternate or config.sharers > 1 or problem.scatter:
         return "stream-K is for single blocks that keep no weights, take one tile at a time, and store by TMA"
     if problem.prologue:
         return "a prologue walks through whole tiles"

@@ -191,7 +191,7 @@ class Problem(WithEpilogue):
     """Equal parts of the output channels, each of which reads its own part of the input channels. A source's
     ``channels`` count one band."""
     dense: bool = True
-    """Whether stores from registers can reach result and residual. Of blocks of pixels, only fp32 in parts can."""
+    """Whether stores from registers can reach result and residual."""
     pitches: tuple[int, int] = (0, 0)
     """Elements from a pixel to the next of the result and of the residual, for stores from registers; 0: ``channels``."""
     image_rows: int = 0

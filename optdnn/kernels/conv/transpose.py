@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -16,17 +13,15 @@ from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.cost_terms import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
 from optdnn.kernels.conv.hopper import bias_of, entering, has_computed_bias, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.parts import slower_than_scalar
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import Array
 
 PLANAR = 8
 """Fewest channels of a result with a plane per channel that is copied from a channels-last tensor. Written directly, 64 channels of
@@ -104,9 +99,6 @@ class Subpixel(ConvolutionKernel):
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """The convolution in one launch, if the kernel can scatter blocks of pixels."""
-        return self._convolution(b, op, joint=True)
-
-    def _convolution(self, b: Builder, op: Op, *, joint: bool) -> Convolution:
         weight, name = b.weights(op), op.outputs[0].name
         given = weight if weight.ndim == 4 else weight[:, :, None]
         axes, dilations = axes_of(b, op)
@@ -127,7 +119,7 @@ class Subpixel(ConvolutionKernel):
             return Convolution((feed,), bias, ep, residual, image(between), between)
         tiled = None if bias is None else np.tile(bias, places)
         pixels = self._pixels(b, op, target)
-        scatter = self.scatter(image(pixels), ep, axes) if joint else None
+        scatter = self.scatter(image(pixels), ep, axes)
         if scatter is not None:
             return Convolution((feed,), tiled, ep, None, image(pixels), pixels, scatter)
         shape = (target.shape[0], len(packed), axes[0].blocks, axes[1].blocks)
@@ -157,40 +149,19 @@ class Subpixel(ConvolutionKernel):
 
 
 class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
-    """Transposed convolutions of 16-bit floats and tf32 on Hopper's kernels. Configurations that store through shared
-    memory scatter blocks of pixels in the same launch. Those that store from registers need a second launch."""
+    """Transposed convolutions of 16-bit floats and tf32 on Hopper's kernels."""
 
     name = "subpixel_sm90"
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
         strides, pads, dilations = _geometry(axes)
-        return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
+        geometry = ((axes[0].taps, axes[1].taps), strides, pads, dilations)
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=self.parts)
 
     def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
-        return _scatter(out, axes, 8) if not ep.rest and out.dtype in (FP16, BF16) else None
-
-    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The configurations of one launch, and those of two."""
-        joint = self.convolution(b, op)
-        offers = [*self.offers(self.problem_of(b, op, joint), b.gpu)]
-        if joint.scatter is not None:
-            apart = self.problem_of(b, op, self._convolution(b, op, joint=False))
-            more = 2 * joint.out.size * joint.out.dtype.itemsize / MEMORY + LATENCY
-            two = [o for o in self.offers(apart, b.gpu) if o.config.stores_directly]
-            offers += [replace(o, seconds=o.predicted + more) for o in two]
-            offers.sort(key=lambda o: o.predicted)
-        return offers
-
-    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The configuration of this name, for one launch or two."""
-        config = hopper_launch.read(name)
-        if config is None:
-            return None
-        c = self._convolution(b, op, joint=not config.stores_directly)
-        return hopper_launch.offered(self.problem_of(b, op, c), config, b.gpu)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        self.emit_planned(b, op, self._convolution(b, op, joint=not config.stores_directly), config)
+        blocks = out.shape[1] * axes[0].stride * axes[1].stride  # channels of the launch, which must need no padding
+        together = 16 // out.dtype.itemsize if not self.parts else 2
+        return _scatter(out, axes, together) if not ep.rest and blocks % 8 == 0 else None
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
@@ -199,23 +170,14 @@ def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter
     return Scatter.of(out, (high.stride, wide.stride), (high.crop, wide.crop), together)
 
 
-class PartsConvTranspose(hopper_launch.HopperKernel, Subpixel):
-    """Transposed convolutions of fp32, in one launch on Hopper's tensor cores."""
+class PartsConvTranspose(HopperConvTranspose):
+    """Transposed convolutions of fp32."""
 
     name = "subpixel_parts_sm90"
     parts = True
 
-    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
-        strides, pads, dilations = _geometry(axes)
-        geometry = ((axes[0].taps, axes[1].taps), strides, pads, dilations)
-        return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=True)
-
     def defer(self, b: Builder, op: Op) -> str | None:
         return slower_than_scalar(b, op, self, TiledConvTranspose(), b.result(op.value))
-
-    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
-        blocks = out.shape[1] * axes[0].stride * axes[1].stride  # channels of the launch, which has no padding of them
-        return _scatter(out, axes, 2) if not ep.rest and blocks % 8 == 0 else None
 
 
 class GeneralConvTranspose(general.GeneralKernel, Subpixel):

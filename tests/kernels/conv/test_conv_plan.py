@@ -140,7 +140,11 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
         (Problem(1, 64, (Source(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2, 2), "cannot be split"),
         (P, Config(1, 1, 1, 64, 1), "one stage holds one K step"),
         (P, Config(1, 1, 1, 64, 30), "too many stages"),
-        (replace(P, scatter=True, epilogue=(("bias",), ("add",))), Config(1, 1, 1, 64, 3), "nothing is added to them"),
+        (
+            replace(P, scatter=True, epilogue=(("bias",), ("add",))),
+            Config(1, 1, 1, 64, 3),
+            "nothing is added to blocks of pixels",
+        ),
         (P, Config(2, 1, 1, 256, 5), "bytes of shared memory"),
         (P, Config(2, 1, 1, 128, 4, blocks=2), "does not allow that many blocks"),
         (P, Config(2, 1, 1, 192, 2, blocks=2), "that many blocks|exceed 10"),

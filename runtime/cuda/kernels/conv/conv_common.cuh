@@ -411,8 +411,14 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
             for (int i = begin; i < end; i++) {
                 const int m = i / SLOTS, slot = i % SLOTS;
                 stored[i - begin] = finished_four(p, v[i - begin], added[i - begin], m, slot, factors);
-                if (pixel[slot] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[slot] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored[i - begin];
+                if (pixel[slot] < 0 || channel + m * 64 >= p.channels) continue;
+#if SCATTER
+                u8* const target = scattered(p.scatter, p.output_pointer, OUT_ITEM, channel + m * 64, pixel[slot], p.out_h, p.out_w);
+                if (target == nullptr) continue;
+#else
+                u8* const target = p.output_pointer + ((long long)pixel[slot] * p.output_pitch + channel + m * 64) * OUT_ITEM;
+#endif
+                *reinterpret_cast<Four*>(target) = stored[i - begin];
             }
 #if MOMENTS
             __syncwarp();                          // all lanes have read their rows

@@ -160,15 +160,6 @@ struct Block {
         }
     }
 
-    // Where the channels of a pixel go, which are a part of a block of pixels; null: nowhere.
-    __device__ __forceinline__ u8* scattered(const Params& p, int from) const {
-        const Scatter& s = p.scatter;
-        const int n = from / p.out_w / p.out_h, place = channel / s.channels;
-        const int y = from / p.out_w % p.out_h * s.stride_h + place / s.stride_w - s.crop_h, x = from % p.out_w * s.stride_w + place % s.stride_w - s.crop_w;
-        if (u32(y) >= u32(s.height) || u32(x) >= u32(s.width)) return nullptr;
-        return p.output_pointer + ((long long)n * s.image + (long long)y * s.row + (long long)x * s.column + channel % s.channels) * OUT_ITEM;
-    }
-
     // v: the sums of the first pixel, then of the second one.
     __device__ __forceinline__ void store(const Params& p, const float (&v)[4]) const {
         #pragma unroll
@@ -176,7 +167,7 @@ struct Block {
             const float x = v[2 * i] * factor.x, y = v[2 * i + 1] * factor.y;
             const bool live = channel < end && pixel + 8 * i < p.pixel_count;
 #if SCATTER
-            u8* const target = live ? scattered(p, pixel + 8 * i) : nullptr;
+            u8* const target = live ? scattered(p.scatter, p.output_pointer, OUT_ITEM, channel, pixel + 8 * i, p.out_h, p.out_w) : nullptr;
             if (target == nullptr) continue;
 #else
             u8* const target = p.output_pointer + ((long long)(pixel + 8 * i) * p.output_pitch + channel) * OUT_ITEM;

@@ -10,6 +10,14 @@ struct Scatter {
 };
 
 #if SCATTER
+// Where neighboring channels of pixel ``from`` go, which belong to one pixel of its block; null: nowhere.
+DEVICE u8* scattered(const Scatter& s, u8* output, int item, int channel, int from, int out_h, int out_w) {
+    const int place = channel / s.channels, row = from / out_w;
+    const int y = row % out_h * s.stride_h + place / s.stride_w - s.crop_h, x = from % out_w * s.stride_w + place % s.stride_w - s.crop_w;
+    if (u32(y) >= u32(s.height) || u32(x) >= u32(s.width)) return nullptr;
+    return output + ((long long)(row / out_h) * s.image + (long long)y * s.row + (long long)x * s.column + channel % s.channels) * item;
+}
+
 // Stores rows of 64 finished 16-bit channels of a warpgroup's pixels from shared memory (128 bytes, with TMA's swizzle): eight threads per
 // row. locate(row, n, h, w) sets the pixel of a row; it returns false for a row without a pixel.
 template <class Locate>
