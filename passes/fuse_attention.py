@@ -36,13 +36,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.factored_bias import factored_bias
 from optdnn.passes.rules.given_attention import given_mask, repeated_heads
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.rules.merged_heads import (
-    heads_before_parts,
-    heads_behind_positions,
-    heads_of_images,
-    merged_heads,
-    split_items,
-)
+from optdnn.passes.rules.merged_heads import heads_before_parts, merged_heads, split_items
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
@@ -338,8 +332,6 @@ class FuseAttention(RulePass):
         turned_features,
         normalized_keys,
         merged_heads,
-        heads_of_images,
-        heads_behind_positions,
         split_items,
         heads_before_parts,
         ordered_features,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -30,6 +30,28 @@ class Chain:
     def shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """The shapes of the base and after each move if the parts have these sizes."""
         return [tuple(math.prod(sizes[p] for p in axis) for axis in axes) for axes in self.axes]
+
+    def one_turn(self, starts: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape to which the base is reshaped, and the permutation, that put its parts in the order of the last axes.
+
+        Parts that stay neighbors are one axis. Each of ``starts`` begins an axis: there may be gaps between axes in memory."""
+        return turn(
+            [p for axis in self.axes[0] for p in axis], [p for axis in self.axes[-1] for p in axis], self.sizes, starts
+        )
+
+
+def turn(
+    given: Sequence[int], taken: Sequence[int], sizes: Sequence[int], starts: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As :meth:`Chain.one_turn`, from the order ``given`` of parts to the order ``taken``."""
+    runs: list[list[int]] = []
+    for p in given:
+        if p not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1:
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    order = sorted(runs, key=lambda run: taken.index(run[0]))
+    return tuple(math.prod(sizes[p] for p in run) for run in runs), tuple(runs.index(run) for run in order)
 
 
 def chain_of(graph: Graph, value: Value, *, alone: bool = False) -> Chain | None:

@@ -346,8 +346,6 @@ RULES: Mapping[str, str] = {
     "shared_weights": "products of one attention's weights with several values merged",
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",
-    "heads_of_images": "heads of attention over images taken out of the batch",
-    "heads_behind_positions": "heads of attention taken out of a batch behind the positions",
     "split_items": "heads of attention split before they are moved",
     "normalized_keys": "keys of attention transposed before they are normalized",
     "given_mask": "mask of an attention added, or written as order of keys",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
@@ -39,24 +39,27 @@ def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> 
     return n.done(n.matmul(rows, C))
 
 
-@pytest.mark.parametrize("mask", ["", "own"])
+@pytest.mark.parametrize("mask", ["", "own", "shared"])
 def test_heads_leave_the_batch(mask: str) -> None:
     after, _ = check_pass(FuseAttention(), windows(mask), changes=1, rules={"merged_heads": 1})
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (WINDOWS, HEADS, TOKENS, SIZE)
 
 
-def test_nothing_is_copied() -> None:
-    steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(dtype=np.float32), "fp16").steps]
+@pytest.mark.parametrize("mask", ["", "shared"])
+def test_nothing_is_copied(mask: str) -> None:
+    steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(mask, dtype=np.float32), "fp16").steps]
     assert not any(t == "copy" for t in steps), steps
-
-
-def test_a_mask_of_several_heads_stays() -> None:
-    check_refused(FuseAttention(), windows("shared"), because="shared by several heads")
 
 
 def test_a_batch_that_was_never_split_stays() -> None:
     assert not FuseAttention()(windows(turned=False)).changes
+
+
+def test_one_item_stays() -> None:
+    n = Net()
+    y: Value = n.op("Attention", *(n.input(1, 1, TOKENS, SIZE, name=k) for k in "qkv"), attrs=AttentionAttrs(scale=0.5))
+    check_untouched(FuseAttention(), n.done(n.reshaped(y, TOKENS, SIZE)))
 
 
 def of_images(batch: int, dtype: Any = np.float64) -> Graph:
@@ -106,7 +109,7 @@ def positions_first(mask: str = "", dtype: Any = np.float64, *, heads: int = HEA
 
 @pytest.mark.parametrize("mask", ["", "own", "one"])
 def test_heads_behind_positions_become_heads(mask: str) -> None:
-    rules = {"attention": 1, "heads_behind_positions": 1}
+    rules = {"attention": 1, "merged_heads": 1}
     after, _ = check_pass(FuseAttention(), positions_first(mask), changes=2, rules=rules)
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (BATCH, HEADS, TOKENS, SIZE)
@@ -164,7 +167,7 @@ def of_channels(mask: str = "", dtype: Any = np.float64, *, heads: int = HEADS) 
 
 @pytest.mark.parametrize("mask", ["", "own", "one"])
 def test_heads_of_a_convolutions_channels_leave_the_batch(mask: str) -> None:
-    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "heads_of_images": 1})
+    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "merged_heads": 1})
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (BATCH, HEADS, 16, SIZE)
 
