@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
-from optdnn.passes.support.parts_of_axes import Chain, chain_of
+from optdnn.passes.support.parts_of_axes import Chain, chain_of, one_turn
 from optdnn.passes.support.paths import path_from
 from optdnn.passes.support.views import View, trace, transposed
 
@@ -101,8 +101,8 @@ def _with_heads(graph: Graph, op: Op, chain: Chain, operands: list[View], lead: 
         own = dims[:2] == (lead[0] * lead[1], 1)  # others are shared by all items
         inputs.append(in_shape(patch, mask, (*lead, *dims[2:])) if own else mask)
     y = patch.add("Attention", inputs, op.attrs)
-    (*_, heads), *_ = chain.axes[0]
-    sizes, perm = chain.one_turn({heads, *(axis[0] for axis in chain.axes[0] if axis)})
+    starts = {chain.axes[0][0][-1], *(axis[0] for axis in chain.axes[0] if axis)}
+    sizes, perm = one_turn(chain.sizes, chain.parts, chain.taken, starts)
     return in_shape(patch, transposed(patch, in_shape(patch, y, sizes), perm), chain.shapes(chain.sizes)[-1])
 
 

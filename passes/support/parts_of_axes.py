@@ -31,22 +31,26 @@ class Chain:
         """The shapes of the base and after each move if the parts have these sizes."""
         return [tuple(math.prod(sizes[p] for p in axis) for axis in axes) for axes in self.axes]
 
-    def one_turn(self, starts: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape to which the base is reshaped, and the permutation, that put its parts in the order of the last axes.
+    @property
+    def parts(self) -> list[int]:
+        """The numbers of the parts in the order of ``base``: ascending."""
+        return list(range(len(self.sizes)))
 
-        Parts that stay neighbors are one axis. Each of ``starts`` begins an axis: there may be gaps between axes in memory."""
-        return turn(
-            [p for axis in self.axes[0] for p in axis], [p for axis in self.axes[-1] for p in axis], self.sizes, starts
-        )
+    @property
+    def taken(self) -> list[int]:
+        """The numbers of the parts in the order after all moves."""
+        return [p for axis in self.axes[-1] for p in axis]
 
 
-def turn(
-    given: Sequence[int], taken: Sequence[int], sizes: Sequence[int], starts: Collection[int]
+def one_turn(
+    sizes: Sequence[int], given: Sequence[int], taken: Sequence[int], starts: Collection[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As :meth:`Chain.one_turn`, from the order ``given`` of parts to the order ``taken``."""
+    """The Reshape and the Transpose that bring the parts ``given``, with these ``sizes``, into the order of ``taken``.
+
+    Parts that stay neighbors are one axis. Each of ``starts`` begins an axis: there may be gaps between axes in memory."""
     runs: list[list[int]] = []
-    for p in given:
-        if p not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1:
+    for i, p in enumerate(given):
+        if i and p not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1:
             runs[-1].append(p)
         else:
             runs.append([p])
@@ -61,16 +65,21 @@ def chain_of(graph: Graph, value: Value, *, alone: bool = False) -> Chain | None
     while graph.op(value).kind in VIEWS and (not alone or not ops or graph.sole_user(value) is not None):
         ops.append(graph.op(value))
         value = operand(ops[-1])
-    types = [graph.type(value), *(op.outputs[0].type for op in reversed(ops))]
-    if (alone and ops and graph.sole_user(value) is None) or not all(t.is_static for t in types):
+    if alone and ops and graph.sole_user(value) is None:
         return None
-    if any(0 in t.dims for t in types):
+    return chain_along(graph, value, ops[::-1])
+
+
+def chain_along(graph: Graph, base: Value, views: Sequence[Op]) -> Chain | None:
+    """The chain of these views of ``base``, in order; None if a size is unknown, or no parts express it."""
+    types = [graph.type(base), *(op.outputs[0].type for op in views)]
+    if any(not t.is_static or 0 in t.dims for t in types):
         return None
-    moves = tuple(op.attrs.perm if op.kind == "Transpose" else None for op in reversed(ops))
-    if any(op.kind == "Transpose" and op.attrs.perm is None for op in ops):
+    if any(op.kind == "Transpose" and op.attrs.perm is None for op in views):
         return None
+    moves = tuple(op.attrs.perm if op.kind == "Transpose" else None for op in views)
     found = _parts([t.static_shape for t in types], moves)
-    return None if found is None else Chain(value, moves, *found)
+    return None if found is None else Chain(base, moves, *found)
 
 
 class _Cut(NamedTuple):
