@@ -18,9 +18,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.support.facts import CONVOLUTIONS, integers, operand, producer
+from optdnn.passes.support.facts import CONVOLUTIONS, operand, producer, split_along
 from optdnn.passes.support.products import plain_product
 from optdnn.types import Array
 
@@ -87,11 +87,8 @@ class ComplexLayer(Rule):
 
         def build(patch: Patch) -> None:
             both = patch.add("Concat", [a, b], ConcatAttrs(axis))
-            whole = _layer(patch, both, sums)
-            sizes = integers(patch, [width] * len(sums), "sizes")
-            split = patch.add_op("Split", [whole, sizes], SplitAttrs(axis), outputs=len(sums))
-            for port, each in enumerate(sums):
-                patch.replace(each.op.value, Value(split.id, port))
+            parts = split_along(patch, _layer(patch, both, sums), axis, [width] * len(sums))
+            patch.replace_each((each.op.value for each in sums), parts)
 
         layers = (o for each in sums for t in each.terms for o in t.ops)
         return Match((op, *(each.op for each in sums if each.op.id != op.id), *layers), build)

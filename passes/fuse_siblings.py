@@ -26,13 +26,12 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.concats import stack_of_split
 from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.rules.rows_of_one_index import RowsOfOneIndex
 from optdnn.passes.support.common_kernel import common_kernel
-from optdnn.passes.support.facts import bytes_of, integers, operand
+from optdnn.passes.support.facts import bytes_of, operand, split_along
 from optdnn.passes.support.siblings import Family, Member, joined, member_of, side_by_side
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
@@ -91,10 +90,8 @@ class MergeSiblings(Rule):
                 _into_concat(patch, family, family.concat, merged)
             else:
                 name = f"{family.members[0].op.outputs[0].name}.siblings.sizes"
-                sizes = integers(patch, [m.width for m in family.members], name)
-                split = patch.add_op("Split", [merged, sizes], SplitAttrs(family.axis), outputs=len(members))
-                for i, m in enumerate(family.members):
-                    patch.replace(m.op.value, Value(split.id, i))
+                parts = split_along(patch, merged, family.axis, [m.width for m in family.members], name)
+                patch.replace_each((m.op.value for m in family.members), parts)
 
         return Match(ops, build)
 
@@ -132,11 +129,11 @@ class GroupSiblings(Rule):
                 _into_concat(patch, family, family.concat, merged)
                 return
             sizes = [n for m in members for n in (m.width, most - m.width) if n]
-            named = integers(patch, sizes, f"{convs[0].outputs[0].name}.groups.sizes")
-            split, port = patch.add_op("Split", [merged, named], SplitAttrs(1), outputs=len(sizes)), 0
+            parts = iter(split_along(patch, merged, 1, sizes, f"{convs[0].outputs[0].name}.groups.sizes"))
             for m in members:
-                patch.replace(m.op.value, Value(split.id, port))
-                port += 1 if m.width == most else 2
+                patch.replace(m.op.value, next(parts))
+                if m.width < most:
+                    next(parts)
 
         return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
 

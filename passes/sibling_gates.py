@@ -18,10 +18,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, integers, operand
+from optdnn.passes.support.facts import bytes_of, operand, split_along
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
 
 LEAST_GATES = 3
@@ -66,10 +65,8 @@ class SiblingGates(Rule):
 
         def build(patch: Patch) -> None:
             whole = _joined(patch, x, gates, len(dims))
-            sizes = integers(patch, [width] * len(gates), "sizes")
-            split = patch.add_op("Split", [whole, sizes], SplitAttrs(len(dims) - 1), outputs=len(gates))
-            for port, gate in enumerate(gates):
-                patch.replace(gate.value, Value(split.id, port))
+            parts = split_along(patch, whole, len(dims) - 1, [width] * len(gates))
+            patch.replace_each((gate.value for gate in gates), parts)
 
         return Match(tuple(o for g in gates for o in g.product.ops), build)
 

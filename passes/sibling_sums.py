@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, integers, operand, producer
+from optdnn.passes.support.facts import bytes_of, operand, producer, split_along
 from optdnn.passes.support.siblings import Family, Member, joined, member_of
 from optdnn.types import normalize_axis
 
@@ -65,10 +65,8 @@ class SiblingSums(Rule):
                 joined(graph, patch, operand(of[0].op), Family(of, 1, None), context.kept) for of in (lefts, rights)
             ]
             total = patch.add("Add", terms, name=f"{op.outputs[0].name}.siblings")
-            sizes = integers(patch, [m.width for m in lefts], f"{op.outputs[0].name}.siblings.sizes")
-            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(adds))
-            for port, add in enumerate(adds):
-                patch.replace(add.value, Value(split.id, port))
+            parts = split_along(patch, total, 1, [m.width for m in lefts], f"{op.outputs[0].name}.siblings.sizes")
+            patch.replace_each((add.value for add in adds), parts)
 
         covered = (op, *(a for a in adds if a.id != op.id), *(m.op for m in (*lefts, *rights)))
         return Match(covered, build)
@@ -109,10 +107,8 @@ class SumsOfSteps(Rule):
             whole = patch.add("Concat", [operand(step.part) for step, _ in alike], ConcatAttrs(axis))
             entry = patch.add("Gather", [whole, mine.part.inputs[1]], mine.part.attrs)
             total = patch.add("Add", [made, entry], name=f"{op.outputs[0].name}.siblings")
-            sizes = integers(patch, [m.width for m in family], f"{op.outputs[0].name}.siblings.sizes")
-            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(alike))
-            for port, (step, _) in enumerate(alike):
-                patch.replace(step.add.value, Value(split.id, port))
+            parts = split_along(patch, total, 1, [m.width for m in family], f"{op.outputs[0].name}.siblings.sizes")
+            patch.replace_each((step.add.value for step, _ in alike), parts)
 
         others = (o for step, _ in alike for o in (step.add, step.conv, step.part) if o.id != op.id)
         return Match((op, *others), build)

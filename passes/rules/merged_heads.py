@@ -115,12 +115,10 @@ def split_items(graph: Graph, op: Op) -> Match | None:
     if not views:
         return None
 
-    def build(patch: Patch) -> Value:
+    def build(patch: Patch) -> None:
         inputs = [v if v is None or v not in views else views[v].add_to(patch) for v in op.inputs]
         made = patch.add_op("Attention", inputs, op.attrs, outputs=len(op.outputs), names=[o.name for o in op.outputs])
-        for i, value in enumerate(op.values[1:], 1):
-            patch.replace(value, Value(made.id, i))
-        return made.value
+        patch.replace_each(op.values, made.values)
 
     return Match((op,), build)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import networkx as nx
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import in_shape, integers, is_pointwise, operand
+from optdnn.passes.support.facts import in_shape, is_pointwise, operand, split_along
 from optdnn.types import is_float, normalize_axis
 
 LEAST = 3
@@ -52,11 +52,8 @@ class RowsOfOneIndex(Rule):
         def build(patch: Patch) -> None:
             columns = [in_shape(patch, operand(u), (rows[0], n)) for u, n in zip(members, widths, strict=True)]
             taken = patch.add("Gather", [patch.add("Concat", columns, ConcatAttrs(1)), index], GatherAttrs(0))
-            split = patch.add_op(
-                "Split", [taken, integers(patch, widths, "widths")], SplitAttrs(1), outputs=len(members)
-            )
-            for port, u in enumerate(members):
-                patch.replace(u.value, in_shape(patch, Value(split.id, port), graph.type(u.value).dims))
+            for u, part in zip(members, split_along(patch, taken, 1, widths), strict=True):
+                patch.replace(u.value, in_shape(patch, part, graph.type(u.value).dims))
 
         return Match(tuple(members), build)
 

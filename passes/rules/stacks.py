@@ -14,10 +14,18 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
 from optdnn.ops.unary import IsInfAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of, sizes_of
+from optdnn.passes.support.facts import (
+    in_shape,
+    ints,
+    operand,
+    producer,
+    reshape_target,
+    shape_of,
+    sizes_of,
+    split_along,
+)
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
 JOINED_BY = {
@@ -114,12 +122,9 @@ class ProductOfStack(Rule):
             return Miss(f"{stack.name} has other readers, and is written in any case")
 
         def build(patch: Patch) -> Value:
-            sizes = integers(patch, [1] * len(parts), "sizes")
-            split = patch.add_op("Split", [weights, sizes], SplitAttrs(len(own) - 2 + slot), outputs=len(parts))
-            return reduce(
-                lambda a, b: patch.add("Add", [a, b]),
-                [patch.add("Mul", [part, Value(split.id, k)]) for k, part in enumerate(parts)],
-            )
+            factors = split_along(patch, weights, len(own) - 2 + slot, [1] * len(parts))
+            terms = [patch.add("Mul", [part, factor]) for part, factor in zip(parts, factors, strict=True)]
+            return reduce(lambda a, b: patch.add("Add", [a, b]), terms)
 
         return Match((op,), build)
 
@@ -186,9 +191,7 @@ def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]
         return [weights] * count
     if shape[axis] == 1:
         return [_squeezed(patch, weights, axis)] * count
-    sizes = integers(patch, [1] * count, "sizes")
-    split = patch.add_op("Split", [weights, sizes], SplitAttrs(axis % len(shape)), outputs=count)
-    return [_squeezed(patch, Value(split.id, port), axis) for port in range(count)]
+    return [_squeezed(patch, part, axis) for part in split_along(patch, weights, axis % len(shape), [1] * count)]
 
 
 @rule("sum_of_sums", {"Add", "Sub"})

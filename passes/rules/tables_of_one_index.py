@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.transpose import is_after_anchor
-from optdnn.passes.support.facts import RESHAPES, integers, is_pointwise, operand
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, split_along
 from optdnn.passes.support.tables import MOST_BYTES
 from optdnn.types import Array, is_float, normalize_axis
 
@@ -64,11 +63,10 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
         rest = [np.zeros((len(table), spare), table.dtype)] if spare else []
         joined = patch.constant(np.concatenate([*columns, *rest], 1), "tables")
         rows = patch.add("Gather", [joined, index], GatherAttrs(0))
-        sizes = integers(patch, [*widths, *([spare] if spare else [])], "widths")
-        count = len(widths) + bool(spare)
-        split = patch.add_op("Split", [rows, sizes], SplitAttrs(len(patch.type(rows).dims) - 1), outputs=count)
-        for port, one in enumerate(members):
-            patch.replace(one.value, Value(split.id, port))
+        sizes = [*widths, *([spare] if spare else [])]
+        patch.replace_each(
+            (one.value for one in members), split_along(patch, rows, len(patch.type(rows).dims) - 1, sizes)
+        )
 
     return Match(tuple(members), build)
 

@@ -12,6 +12,7 @@ from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.types import FP64, Array, Shape, is_float, normalize_axis
@@ -272,6 +273,11 @@ def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = 
     target = _target(patch.type(x).dims, shape)
     assert target is not None, "no constant target can express the shape"
     return reshaped(patch, x, target, src)
+
+
+def split_along(patch: Patch, x: Value, axis: int, sizes: Sequence[int], name: str = "sizes") -> list[Value]:
+    """Add a Split of ``x`` into parts of these sizes along an axis, and return the parts."""
+    return list(patch.add_op("Split", [x, integers(patch, sizes, name)], SplitAttrs(axis), outputs=len(sizes)).values)
 
 
 def zeros_around(graph: Graph, op: Op) -> list[int] | None:
