@@ -6,8 +6,7 @@ product it merges with the first view. The other rules:
 
 - In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is added: the addition moves in front of the
   Transpose. So does an addition of rows to a transposed convolution.
-- A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor, even if the Reshape after it splits the
-  columns into heads.
+- A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor.
 - A Split of a joint projection moves in front of a Reshape, which would copy the whole projection.
 - A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows
   without a copy.
@@ -41,10 +40,8 @@ from optdnn.passes.support.facts import (
     VIEWS,
     channels_from_last,
     channels_to_last,
-    in_shape,
     operand,
     producer,
-    reshape_target,
     reshaped,
     shape_of,
 )
@@ -102,35 +99,6 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
         return y
 
     return Match((*ops, product), build)
-
-
-@rule("unflattened_rows", {"Reshape"})
-def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(reshape(x) @ W + b)`` is ``reshape(x @ W + b)`` if the outer Reshape restores x's leading axes and splits columns.
-
-    ONNX Runtime flattens the rows of products with a bias. The Reshape that restores them has merged with the one to heads.
-    """
-    product = producer(graph, operand(op), PRODUCTS, alone=True)
-    flat = None if product is None else producer(graph, product.inputs[0], {"Reshape"})
-    matrix = None if product is None or flat is None else constant_matrix(graph, product)
-    if product is None or flat is None or matrix is None:
-        return None
-    x, after, rows = shape_of(graph, operand(flat)), op.outputs[0].type.shape, shape_of(graph, flat.value)
-    if x is None or after is None or rows is None or len(x) <= len(rows) or x[-1] != rows[-1]:
-        return None
-    if len(after) <= len(x) or after[: len(x) - 1] != x[:-1]:
-        return Miss(f"it does not keep the leading axes of the operand of {product.name}")
-    columns = graph.type(product.value).dims[-1]
-    if reshape_target((*x[:-1], columns), after) is None:
-        return Miss("no constant target can express its sizes")
-
-    def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [operand(flat), matrix.add_to(patch)], MatMulAttrs())
-        if matrix.bias is not None:
-            y = patch.add("Add", [y, patch.constant(matrix.bias, "bias")])
-        return in_shape(patch, y, after)
-
-    return Match((op, product), build)
 
 
 def is_added(graph: Graph, op: Op) -> bool:
@@ -398,7 +366,7 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
+        own_products, hoist_view, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
         norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, order_sum, ordered_columns,
         stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

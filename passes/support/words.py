@@ -128,7 +128,6 @@ RULES: Mapping[str, str] = {
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
-    "unflattened_rows": "rows of products no longer flattened",
     "transpose_before_norm": "transposes of rows moved before their norm",
     "flat_rows_before_norm": "Reshapes of rows moved before their norm",
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
