@@ -27,7 +27,6 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.ordered_sums import order_sum
@@ -47,7 +46,7 @@ from optdnn.passes.support.facts import (
 )
 from optdnn.passes.support.pattern import ConstantVar, Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix, multiplied
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
@@ -90,13 +89,9 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     view = view.reshape(shape) if op.kind != "Transpose" else view.transpose(op.attrs.perm)
     if (len(view.moves) > count and not is_added(graph, op)) or not view.expressible:
         return Miss(f"it does not merge with the views that {product.name} reads")
-    added = [*([] if matrix.bias is None else [matrix.bias]), *vectors]
 
     def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [view.add_to(patch), matrix.add_to(patch)], MatMulAttrs())
-        for vector in added:
-            y = patch.add("Add", [y, patch.constant(vector, "bias")])
-        return y
+        return multiplied(patch, view.add_to(patch), matrix.add_to(patch), matrix.bias, *vectors)
 
     return Match((*ops, product), build)
 

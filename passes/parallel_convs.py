@@ -18,11 +18,10 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer, shape_of
-from optdnn.passes.support.products import PlainProduct, plain_product
+from optdnn.passes.support.products import PlainProduct, multiplied, plain_product
 from optdnn.types import FP64, Array, is_float
 
 SUMS = frozenset({"Add", "Sub"})
@@ -154,9 +153,7 @@ class ParallelProducts(Rule):
         used = {t.value for t, _ in best}
 
         def build(patch: Patch) -> Value:
-            total = patch.add("MatMul", [best[0][1].x, patch.constant(weight, "weight")], MatMulAttrs())
-            if bias is not None:
-                total = patch.add("Add", [total, patch.constant(bias, "bias")])
+            total = multiplied(patch, best[0][1].x, weight, bias)
             for term in terms:
                 if term.value not in used:
                     total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])

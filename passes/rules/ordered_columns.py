@@ -13,11 +13,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import VIEWS, operand, producer, reshaped, sizes_of, split_along
 from optdnn.passes.support.paths import reader_after
-from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix, multiplied
 from optdnn.types import Array, normalize_axis
 
 
@@ -44,11 +43,8 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     vectors = [v for v in (matrix.bias, None if added is None else added[1]) if v is not None]
 
     def build(patch: Patch) -> None:
-        y = patch.add(
-            "MatMul", [product.inputs[0], patch.constant(matrix.array[:, order].copy(), "weight")], MatMulAttrs()
-        )
-        for vector in vectors:
-            y = patch.add("Add", [y, patch.constant(np.broadcast_to(vector, order.shape)[order], "bias")])
+        biases = (np.broadcast_to(vector, order.shape)[order] for vector in vectors)
+        y = multiplied(patch, operand(product), matrix.array[:, order].copy(), *biases)
         apart = split_along(patch, y, len(given) - 1, [columns.size for _, columns in parts])
         for (old, columns), part in zip(parts, apart, strict=True):
             patch.replace(old, reshaped(patch, part, (*found[:rows], *columns.shape)))
