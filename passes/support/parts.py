@@ -1,14 +1,18 @@
-"""Values that are parts of a tensor along an axis: results of Split and Slice."""
+"""Values that are parts of a tensor along an axis: results of Split and Slice, and runs of alike ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, operand, shape_of
 from optdnn.types import Array
+
+T = TypeVar("T")
 
 PARTS = frozenset({"Slice", "Split"})
 """The operators that take parts of a tensor."""
@@ -38,6 +42,18 @@ def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: i
         return x if both and is_axis(graph, x, a.attrs.axis, axis) else None
     spans = [span(graph, op, size, axis) for op in (a, b)]
     return x if spans == [(0, cut, 1), (cut, size, 1)] else None
+
+
+def longest_run(found: Sequence[T | None], key: Callable[[T], object]) -> tuple[int, list[T]]:
+    """The longest run of neighbors with equal keys, where nothing is None: the index of its first element, and the elements."""
+    best: tuple[int, list[T]] = (0, [])
+    at = 0
+    for _, group in groupby(found, lambda one: None if one is None else key(one)):
+        own = list(group)
+        run = [one for one in own if one is not None]
+        best = (at, run) if len(run) > len(best[1]) else best
+        at += len(own)
+    return best
 
 
 def pair(graph: Graph, first: Value, second: Value, axis: int = -1) -> Value | None:
