@@ -91,7 +91,9 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"it does not merge with the views that {product.name} reads")
 
     def build(patch: Patch) -> Value:
-        return multiplied(patch, view.add_to(patch), matrix.add_to(patch), matrix.bias, *vectors)
+        rows = view.add_to(patch)
+        assert rows is not None
+        return multiplied(patch, rows, matrix.add_to(patch), matrix.bias, *vectors)
 
     return Match((*ops, product), build)
 
