@@ -269,7 +269,6 @@ RULES: Mapping[str, str] = {
     "add_before_reshape": "biases moved before Reshapes",
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
-    "heads_of_image": "heads of images that products read written as views of tokens",
     "pixels_of_image": "pixels of images that products read kept in channels-last order",
     "channel_attention": "attention between channels computed on tokens",
     "turned_units": "transpositions of axes of one element next to images written as Reshapes",
