@@ -300,6 +300,18 @@ def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
     return patch.constant(np.asarray(numbers, np.int64), name)
 
 
+def slice_limits(graph: Graph, op: Op) -> list[tuple[int, int, int, int]] | None:
+    """(axis, start, end, step) for each axis that a Slice names, as its operands have them; None if one of them is not constant."""
+    starts, ends, rank = ints(graph, op.input(1)), ints(graph, op.input(2)), graph.type(operand(op)).rank
+    if starts is None or ends is None or rank is None:
+        return None
+    axes = range(len(starts)) if op.input(3) is None else ints(graph, op.input(3))
+    steps = (1,) * len(starts) if op.input(4) is None else ints(graph, op.input(4))
+    if axes is None or steps is None:
+        return None
+    return list(zip((normalize_axis(axis, rank) for axis in axes), starts, ends, steps, strict=True))
+
+
 def sliced(patch: Patch, x: Value, begin: int, end: int, axis: int) -> Value:
     """Add a Slice of one axis."""
     return patch.add("Slice", [x, *(integers(patch, [n], "limit") for n in (begin, end, axis))])

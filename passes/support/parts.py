@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.passes.support.facts import ints, operand, shape_of
+from optdnn.passes.support.facts import operand, shape_of, slice_limits
 from optdnn.types import Array
 
 T = TypeVar("T")
@@ -75,13 +75,10 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
     """Begin, end and step of a Slice of only this axis, whose size is ``size``; None for other ops."""
     if op.kind != "Slice":
         return None
-    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    if starts is None or ends is None or axes is None or steps is None or len(starts) != 1:
+    limits = slice_limits(graph, op)
+    if limits is None or len(limits) != 1 or not is_axis(graph, operand(op), limits[0][0], axis):
         return None
-    if not is_axis(graph, operand(op), axes[0], axis):
-        return None
-    return slice(starts[0], ends[0], steps[0]).indices(size)
+    return slice(*limits[0][1:]).indices(size)
 
 
 def neighbors(indices: Array, size: int) -> tuple[int, int] | None:
