@@ -15,9 +15,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.chosen_bags import ConcatOfGivenBags, LoopOfChosenBags
-from optdnn.passes.rules.given_bags import LoopOfGivenBags
-from optdnn.passes.rules.padded_bags import ConcatOfPaddedBags, LoopOfPaddedBags
+from optdnn.passes.rules.chosen_bags import concat_of_given_bags, loop_of_chosen_bags
+from optdnn.passes.rules.given_bags import loop_of_given_bags
+from optdnn.passes.rules.padded_bags import concat_of_padded_bags, loop_of_padded_bags
 from optdnn.passes.support.bag_bodies import (
     REDUCTIONS,
     cut_of,
@@ -189,10 +189,10 @@ class Bags(RulePass):
     name = "bags"
     rules = (
         loop_of_bags,
-        LoopOfGivenBags(),
-        LoopOfChosenBags(),
+        loop_of_given_bags,
+        loop_of_chosen_bags,
         concat_of_bags,
-        ConcatOfGivenBags(),
-        LoopOfPaddedBags(),
-        ConcatOfPaddedBags(),
+        concat_of_given_bags,
+        loop_of_padded_bags,
+        concat_of_padded_bags,
     )

@@ -41,7 +41,7 @@ from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
-from optdnn.passes.rules.summed_attention import SummedAttention
+from optdnn.passes.rules.summed_attention import summed_attention
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
@@ -326,7 +326,7 @@ class FuseAttention(RulePass):
         shared_weights,
         values_first,
         written_attention,
-        SummedAttention(),
+        summed_attention,
         given_mask,
         repeated_heads,
         turned_features,
