@@ -27,7 +27,7 @@ from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.rules.rotary_parts import rotary_parts
-from optdnn.passes.rules.rotary_products import RotaryProducts
+from optdnn.passes.rules.rotary_products import rotary_products
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -42,7 +42,7 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import reshapes_before, value_before
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
-from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.rotary import ORDERS, PLAIN, cache_shape, order_of, rotated
 from optdnn.types import Shape
 
@@ -74,39 +74,36 @@ _NEIGHBORS = node(
 )
 
 
-class RotaryRule(PatternRule):
+@pattern_rule(
+    "rotary_embedding",
+    node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),
+)
+def rotary_embedding(graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
     """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbors stacked in this way.
 
     Concat(second half, -first half) rotates the other way: by the negated sines."""
+    x: Value = found["x"]
+    interleaved = "merged" in found
+    if not (_are_neighbors if interleaved else _are_halves)(graph, found):
+        return None
+    heads = _with_batch(graph.type(x).shape or ())
+    order = _order(graph, found, heads)
+    if isinstance(order, str):
+        return Miss(order)
+    own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
 
-    name = "rotary_embedding"
-    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),)
+    def build(patch: Patch) -> Value:
+        cos, sin = (_angles(patch, graph, found[name], order, None if own else interleaved) for name in ("cos", "sin"))
+        if "back" in found:
+            sin = patch.add("Neg", [sin])
+        attrs = RotaryAttrs(interleaved, own_angles=own)
+        if heads == graph.type(x).dims:
+            return rotated(patch, x, [cos, sin], attrs, order)
+        y = rotated(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
+        return in_shape(patch, y, graph.type(x).dims)
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        x: Value = found["x"]
-        interleaved = "merged" in found
-        if not (_are_neighbors if interleaved else _are_halves)(graph, found):
-            return None
-        heads = _with_batch(graph.type(x).shape or ())
-        order = _order(graph, found, heads)
-        if isinstance(order, str):
-            return Miss(order)
-        own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
-
-        def build(patch: Patch) -> Value:
-            cos, sin = (
-                _angles(patch, graph, found[name], order, None if own else interleaved) for name in ("cos", "sin")
-            )
-            if "back" in found:
-                sin = patch.add("Neg", [sin])
-            attrs = RotaryAttrs(interleaved, own_angles=own)
-            if heads == graph.type(x).dims:
-                return rotated(patch, x, [cos, sin], attrs, order)
-            y = rotated(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
-            return in_shape(patch, y, graph.type(x).dims)
-
-        parts = {op.id for name in ("first", "second") for op in reshapes_before(graph, found[name])}
-        return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
+    parts = {op.id for name in ("first", "second") for op in reshapes_before(graph, found[name])}
+    return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
 _SWAPPED = node(
@@ -356,8 +353,8 @@ class FuseRotary(RulePass):
 
     name = "fuse_rotary"
     rules = (
-        RotaryRule(),
-        RotaryProducts(),
+        rotary_embedding,
+        rotary_products,
         partial_rotary,
         rotary_parts,
         rotary_rows,
