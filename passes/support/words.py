@@ -385,7 +385,6 @@ RULES: Mapping[str, str] = {
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",
-    "rotary_first_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_parts": "rotary embeddings of parts of a head merged",
     "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
