@@ -98,7 +98,7 @@ def _with_heads(graph: Graph, op: Op, chain: Chain, operands: list[View], lead: 
     mask = op.input(3)
     if mask is not None:
         dims = graph.type(mask).dims
-        own = dims[:2] == (lead[0] * lead[1], 1)  # others are shared by all items
+        own = len(dims) == 4 and dims[:2] == (lead[0] * lead[1], 1)  # others are shared by all items
         inputs.append(in_shape(patch, mask, (*lead, *dims[2:])) if own else mask)
     y = patch.add("Attention", inputs, op.attrs)
     starts = {chain.axes[0][0][-1], *(axis[0] for axis in chain.axes[0] if axis)}

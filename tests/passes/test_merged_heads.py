@@ -21,7 +21,7 @@ C = HEADS * SIZE
 
 
 def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> Graph:
-    """Windows with a joint projection; ``mask``: of each head, or "shared" by all."""
+    """Windows with a joint projection; ``mask``: of each head, or "shared" by all, or of the "rows" of all scores."""
     n = Net(dtype)
     joint = n.op(
         "Reshape", n.matmul(n.op("Tanh", n.input(WINDOWS, TOKENS, C)), 3 * C), n.ints(WINDOWS, TOKENS, 3, HEADS, SIZE)
@@ -31,8 +31,10 @@ def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> 
     merged = n.op("Reshape", joint, n.ints(3, WINDOWS * HEADS, TOKENS, SIZE))
     parts = n.op("Split", merged, n.ints(1, 1, 1), attrs=SplitAttrs(0), outputs=3)
     q, k, v = (n.op("Reshape", p, n.ints(WINDOWS * HEADS, 1, TOKENS, SIZE)) for p in parts)
-    items = {"": 0, "own": WINDOWS * HEADS, "shared": 1}[mask]
-    more = [n.op("Tanh", n.input(items, 1, TOKENS, TOKENS, name="mask"))] if items else []
+    dims = {"": (), "own": (WINDOWS * HEADS, 1, TOKENS, TOKENS), "shared": (1, 1, TOKENS, TOKENS), "rows": (TOKENS, 1)}[
+        mask
+    ]
+    more = [n.op("Tanh", n.input(*dims, name="mask"))] if dims else []
     y: Value = n.op("Attention", q, k, v, *more, attrs=AttentionAttrs(scale=0.5))
     split = n.op("Reshape", n.op("Squeeze", y, n.ints(1)), n.ints(WINDOWS, HEADS, TOKENS, SIZE))
     rows = n.op("Reshape", n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(WINDOWS, TOKENS, C))
@@ -50,6 +52,11 @@ def test_heads_leave_the_batch(mask: str) -> None:
 def test_nothing_is_copied(mask: str) -> None:
     steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(mask, dtype=np.float32), "fp16").steps]
     assert not any(t == "copy" for t in steps), steps
+
+
+def test_a_mask_of_as_many_rows_as_items_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TOKENS", WINDOWS * HEADS)
+    check_pass(FuseAttention(), windows("rows"), changes=1, rules={"merged_heads": 1})
 
 
 def test_a_batch_that_was_never_split_stays() -> None:
