@@ -43,6 +43,7 @@ from optdnn.passes.support.facts import (
     producer,
     reshaped,
     shape_of,
+    sizes_of,
 )
 from optdnn.passes.support.pattern import ConstantVar, Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -143,8 +144,8 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, transpose.value), reshape.outputs[0].type.shape
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, transpose.value), sizes_of(graph, reshape.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     axis = normalize_axis(op.attrs.axis, len(after))
     if before[: axis + 1] != after[: axis + 1]:
@@ -238,8 +239,8 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, transpose.value), shape_of(graph, op.value)
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, transpose.value), sizes_of(graph, op.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     if before[-1] != after[-1] or transpose.attrs.perm is None or transpose.attrs.perm[-1] != len(before) - 1:
         return Miss("the views do not keep its rows together")
@@ -252,7 +253,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         y = patch.add(op.kind, [transpose.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
-        return reshaped(patch, y, graph.type(op.value).static_shape)
+        return reshaped(patch, y, after)
 
     return Match((op, reshape), build)
 
@@ -295,8 +296,8 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     norm, user = producer(graph, operand(op), NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in PRODUCTS or user.inputs[0] != op.value:
         return None
-    before, after = shape_of(graph, norm.value), op.outputs[0].type.shape
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, norm.value), sizes_of(graph, op.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     if before[-1] != after[-1]:
         return Miss("it splits or joins rows")
@@ -309,7 +310,7 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"{back.name} restores the axes after {user.name}, so both reshapes can be removed instead")
 
     def build(patch: Patch) -> Value:
-        x = reshaped(patch, operand(norm), graph.type(op.value).static_shape)
+        x = reshaped(patch, operand(norm), after)
         return patch.add(norm.kind, [x, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
 
     return Match((op, norm), build)
@@ -344,8 +345,8 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
         norm = None if reshape is None else producer(graph, reshape.inputs[0], NORMS, alone=True)
         if reshape is None or norm is None or producer(graph, norm.inputs[0], {"Transpose"}) is None:
             continue
-        other, (before, after) = operand(op, 1 - slot), (shape_of(graph, v) for v in (norm.value, op.value))
-        if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        other, (before, after) = operand(op, 1 - slot), (sizes_of(graph, v) for v in (norm.value, op.value))
+        if before is None or after is None:
             return Miss("its sizes are not known")
         if before[-1] != after[-1] or shape_of(graph, other) != after or shape_of(graph, reshape.value) != after:
             return Miss("the other addend has rows of another shape")
