@@ -12,12 +12,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
-from optdnn.passes.support.facts import integers, operand, sizes_of
-from optdnn.passes.support.products import PlainProduct, added_vector, plain_product
+from optdnn.passes.support.facts import operand, sizes_of, split_along
+from optdnn.passes.support.products import PlainProduct, added_vector, multiplied, plain_product
 from optdnn.types import is_float
 
 ACCESSES = 3
@@ -57,16 +55,11 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
             term = wide @ p.weight if k < len(summed) else np.zeros((*shape[:-1], widths[k]))
             terms.append(term if p.bias is None else term + p.bias)
         constant = np.concatenate(terms, -1).astype(op.outputs[0].type.dtype)
-        y = patch.add("MatMul", [x, patch.constant(matrix, "matrix")], MatMulAttrs())
-        y = patch.add("Add", [y, patch.constant(constant, "added")])
+        y = multiplied(patch, x, matrix, constant)
         if len(products) == 1:
             patch.replace(products[0].ops[0].value, y)
             return
-        split = patch.add_op(
-            "Split", [y, integers(patch, widths, "widths")], SplitAttrs(len(shape) - 1), outputs=len(widths)
-        )
-        for port, p in enumerate(products):
-            patch.replace(p.ops[0].value, Value(split.id, port))
+        patch.replace_each((p.ops[0].value for p in products), split_along(patch, y, len(shape) - 1, widths))
 
     covers = {o.id: o for p in products for o in reversed(p.ops)}
     return Match((op, *covers.values()), build)

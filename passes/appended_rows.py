@@ -64,11 +64,9 @@ def appended_rows(graph: Graph, op: Op) -> Match | Miss | None:
         appended = patch.add("Compress", [rows, takes], CompressAttrs(0))
         if first.dims[0] != 0:
             appended = patch.add("Concat", [start, appended], ConcatAttrs(0))
-        others = [port for port in range(len(op.outputs)) if port != found.k]
-        new = {found.k: appended, **{port: Value(loop.id, k) for k, port in enumerate(others)}}
-        for port, value in new.items():
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), value)
+        results = list(loop.values[:count])
+        results.insert(found.k, appended)
+        patch.replace_each(op.values, results)
 
     return Match((op,), build)
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import heads_sizes, integers, operand, producer, reshaped
+from optdnn.passes.support.facts import heads_sizes, operand, producer, reshaped, split_along
 from optdnn.types import normalize_axis
 
 _PARTS_FIRST = TransposeAttrs((0, 2, 1, 3, 4))
@@ -51,9 +50,7 @@ def attention_parts(graph: Graph, op: Op) -> Match | Miss | None:
         y = patch.add("Attention", given, first.attrs)
         y = patch.add("Transpose", [reshaped(patch, y, (batch, count, heads, tokens, width))], _PARTS_FIRST)
         whole = reshaped(patch, y, (batch, heads, count * tokens, width))
-        apart = patch.add_op("Split", [whole, integers(patch, [tokens] * count, "parts")], SplitAttrs(2), outputs=count)
-        for port, item in enumerate(found):
-            patch.replace(item.value, Value(apart.id, port))
+        patch.replace_each((item.value for item in found), split_along(patch, whole, 2, [tokens] * count))
 
     return Match(tuple(found), build)
 

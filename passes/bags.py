@@ -15,9 +15,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.chosen_bags import ConcatOfGivenBags, LoopOfChosenBags
-from optdnn.passes.rules.given_bags import LoopOfGivenBags
-from optdnn.passes.rules.padded_bags import ConcatOfPaddedBags, LoopOfPaddedBags
+from optdnn.passes.rules.chosen_bags import concat_of_given_bags, loop_of_chosen_bags
+from optdnn.passes.rules.given_bags import loop_of_given_bags
+from optdnn.passes.rules.padded_bags import concat_of_padded_bags, loop_of_padded_bags
 from optdnn.passes.support.bag_bodies import (
     REDUCTIONS,
     cut_of,
@@ -30,6 +30,7 @@ from optdnn.passes.support.bag_bodies import (
     weights_of,
 )
 from optdnn.passes.support.facts import integers, ints, reshaped, scalar, shape_of
+from optdnn.passes.support.parts import span
 from optdnn.types import Array, normalize_axis
 
 
@@ -174,12 +175,11 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
     source = cut.input(0)
     if cut.kind != "Slice" or source is None or not graph.type(source).is_static:
         return None
-    starts, ends, axes, steps = (ints(graph, cut.input(i)) for i in (1, 2, 3, 4))
-    if starts is None or ends is None or len(starts) != 1 or (cut.input(3) is not None and axes != (0,)):
+    rows, *dims = graph.type(source).static_shape
+    found = span(graph, cut, rows, -1 - len(dims))
+    if found is None or found[2] != 1:
         return None
-    if cut.input(4) is not None and steps != (1,):
-        return None
-    start, end, _ = slice(starts[0], ends[0]).indices(int(graph.type(source).static_shape[0]))
+    start, end, _ = found
     if start >= end or (count is not None and (op.kind != "ReduceSum" or count != end - start)):
         return None
     return _Bag(source, "ReduceMean" if count is not None else op.kind, start, end)
@@ -189,10 +189,10 @@ class Bags(RulePass):
     name = "bags"
     rules = (
         loop_of_bags,
-        LoopOfGivenBags(),
-        LoopOfChosenBags(),
+        loop_of_given_bags,
+        loop_of_chosen_bags,
         concat_of_bags,
-        ConcatOfGivenBags(),
-        LoopOfPaddedBags(),
-        ConcatOfPaddedBags(),
+        concat_of_given_bags,
+        loop_of_padded_bags,
+        concat_of_padded_bags,
     )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
@@ -179,21 +180,22 @@ class Rule(ABC):
 
 
 class FunctionRule(Rule):
-    """A rule that needs no state and no context: ``function`` matches."""
+    """A rule without state: ``function`` matches. It takes the graph and the op, and the context if it has a third parameter."""
 
     def __init__(
-        self, name: str, kinds: Collection[str], function: Callable[[Graph, Op], Match | Miss | None], far: bool = False
+        self, name: str, kinds: Collection[str], function: Callable[..., Match | Miss | None], far: bool = False
     ):
         self.name, self.kinds, self.function, self.looks_far = name, frozenset(kinds), function, far
+        self._with_context = len(signature(function).parameters) > 2
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        return self.function(graph, op)
+        return self.function(graph, op, context) if self._with_context else self.function(graph, op)
 
 
 def rule(
     name: str, kinds: Collection[str] = (), *, looks_far: bool = False
-) -> Callable[[Callable[[Graph, Op], Match | Miss | None]], FunctionRule]:
-    """Decorator: make a rule of a function, tried on ops of these kinds (none: all). ``looks_far``: see :class:`Rule`."""
+) -> Callable[[Callable[..., Match | Miss | None]], FunctionRule]:
+    """Decorator: make a :class:`FunctionRule`, tried on ops of these kinds (none: all). ``looks_far``: see :class:`Rule`."""
     return lambda function: FunctionRule(name, kinds, function, looks_far)
 
 

@@ -19,7 +19,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import non_negative, operand, producer, reshaped
 from optdnn.passes.support.parts import whole
 from optdnn.passes.support.paths import path_to
@@ -76,30 +76,26 @@ def whole_weight(op: Op, weight: Array, context: PassContext) -> Array | Miss:
     return all_channels.reshape(filters, group * inside, *kernel)
 
 
-class ShuffleIntoWeights(Rule):
+@rule("shuffle_into_weights", {"Conv"})
+def shuffle_into_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A convolution of a shuffled image reads the image before the shuffle, with its weights in another order.
 
     A convolution of few groups (ShuffleNet: Zhang et al., 2018) becomes one of all channels. A depthwise convolution moves in
     front of the shuffle if the convolution after it can then absorb the shuffle."""
-
-    name = "shuffle_into_weights"
-    kinds = frozenset({"Conv"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        found = order_of(graph, op.inputs[0])
-        if found is None:
-            return None
-        (source, order), constants = found, weights_of(graph, op)
-        if constants is None:
-            return Miss("its weights are not constant, or it has stages")
-        weight, bias = constants
-        back = np.argsort(order)
-        if op.attrs.group > 1 and op.attrs.group == len(order) == len(weight):
-            return _depthwise_first(graph, op, source, back, context)
-        all_channels = whole_weight(op, weight, context)
-        if isinstance(all_channels, Miss):
-            return all_channels
-        return Match((op,), lambda p: conv(p, source, all_channels[:, back], bias, replace(op.attrs, group=1)))
+    found = order_of(graph, op.inputs[0])
+    if found is None:
+        return None
+    (source, order), constants = found, weights_of(graph, op)
+    if constants is None:
+        return Miss("its weights are not constant, or it has stages")
+    weight, bias = constants
+    back = np.argsort(order)
+    if op.attrs.group > 1 and op.attrs.group == len(order) == len(weight):
+        return _depthwise_first(graph, op, source, back, context)
+    all_channels = whole_weight(op, weight, context)
+    if isinstance(all_channels, Miss):
+        return all_channels
+    return Match((op,), lambda p: conv(p, source, all_channels[:, back], bias, replace(op.attrs, group=1)))
 
 
 def _depthwise_first(graph: Graph, op: Op, source: Value, back: Array, context: PassContext) -> Match | None:
@@ -164,49 +160,45 @@ def center(op: Op, weight: Array) -> tuple[int, int] | None:
     return (at[0], at[1]) if fits and set(a.strides) == {1} else None
 
 
-class WholeUnit(Rule):
+@rule("whole_unit", {"Concat"})
+def whole_unit(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Convolutions of some channels, concatenated with the other channels, become convolutions of all channels."""
+    unit = unit_at(graph, op)
+    if unit is None or order_of(graph, unit.image) is None:
+        return None  # without a shuffle, the halves need no moves
+    if context.precision not in PRECISIONS:
+        return Miss(f"products with ones and zeros are not for {context.precision}")
+    if len(unit.kept) + len(unit.changed) > MOST_CHANNELS:
+        return Miss(f"it has more than {MOST_CHANNELS} channels")
+    if any(s.kind == "Relu" for s in unit.steps) and not non_negative(graph, unit.image):
+        return Miss("the kept values may be negative, and a Relu would change them")
+    convolutions, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
+    for step in (s for s in unit.steps if s.kind == "Conv"):
+        constants = weights_of(graph, step)
+        if constants is None:
+            return Miss("weights are not constant, or a convolution has stages")
+        weight, bias = constants
+        tap, depthwise = center(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
+        plain = step.attrs.group == 1 or (depthwise and convolutions)
+        if tap is None or step.outputs[0].type.dims[2:] != size or not plain:
+            return Miss("a convolution changes the image's size, or has groups")
+        convolutions.append(_whole(unit, weight, bias, tap, depthwise, not convolutions))
+    if unit.steps[0].kind != "Conv":
+        return Miss("the first operator on its channels is not a convolution")
 
-    name = "whole_unit"
-    kinds = frozenset({"Concat"})
+    convolutions = _padded(convolutions)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        unit = unit_at(graph, op)
-        if unit is None or order_of(graph, unit.image) is None:
-            return None  # without a shuffle, the halves need no moves
-        if context.precision not in PRECISIONS:
-            return Miss(f"products with ones and zeros are not for {context.precision}")
-        if len(unit.kept) + len(unit.changed) > MOST_CHANNELS:
-            return Miss(f"it has more than {MOST_CHANNELS} channels")
-        if any(s.kind == "Relu" for s in unit.steps) and not non_negative(graph, unit.image):
-            return Miss("the kept values may be negative, and a Relu would change them")
-        convolutions, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
-        for step in (s for s in unit.steps if s.kind == "Conv"):
-            constants = weights_of(graph, step)
-            if constants is None:
-                return Miss("weights are not constant, or a convolution has stages")
-            weight, bias = constants
-            tap, depthwise = center(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
-            plain = step.attrs.group == 1 or (depthwise and convolutions)
-            if tap is None or step.outputs[0].type.dims[2:] != size or not plain:
-                return Miss("a convolution changes the image's size, or has groups")
-            convolutions.append(_whole(unit, weight, bias, tap, depthwise, not convolutions))
-        if unit.steps[0].kind != "Conv":
-            return Miss("the first operator on its channels is not a convolution")
+    def build(patch: Patch) -> Value:
+        y, following = unit.image, iter(convolutions)
+        for step in unit.steps:
+            if step.kind == "Relu":
+                y = patch.add("Relu", [y], step.attrs)
+                continue
+            weight, bias = next(following)
+            y = conv(patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight)))
+        return y
 
-        convolutions = _padded(convolutions)
-
-        def build(patch: Patch) -> Value:
-            y, following = unit.image, iter(convolutions)
-            for step in unit.steps:
-                if step.kind == "Relu":
-                    y = patch.add("Relu", [y], step.attrs)
-                    continue
-                weight, bias = next(following)
-                y = conv(patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight)))
-            return y
-
-        return Match((op, *unit.steps), build)
+    return Match((op, *unit.steps), build)
 
 
 def _whole(
@@ -253,4 +245,4 @@ def conv(patch: Patch, x: Value, weight: Array, bias: Array | None, attrs: ConvA
 
 class ChannelShuffles(RulePass):
     name = "channel_shuffles"
-    rules = (WholeUnit(), ShuffleIntoWeights())
+    rules = (whole_unit, shuffle_into_weights)

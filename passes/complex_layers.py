@@ -18,9 +18,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.support.facts import CONVOLUTIONS, integers, operand, producer
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import CONVOLUTIONS, operand, producer, split_along
 from optdnn.passes.support.products import plain_product
 from optdnn.types import Array
 
@@ -62,44 +62,37 @@ class Sum:
         return sum(own[1:], own[0]) if own else None
 
 
-class ComplexLayer(Rule):
+@rule("complex_layer", {"Add", "Sub"})
+def complex_layer(graph: Graph, op: Op) -> Match | Miss | None:
     """Two sums, of ``R(a)`` and ``I(b)`` and of ``I(a)`` and ``R(b)``, become one layer and a Split."""
+    mine = _sum(graph, op)
+    if mine is None:
+        return None
+    a, b = (t.x for t in mine.terms)
+    first, second = mine.terms
+    if first.key != second.key or graph.type(a) != graph.type(b):
+        return Miss("the two layers that it adds differ in geometry or type")
+    sums = _sums(graph, mine)
+    if len(sums) != 2:
+        return Miss("no other sum, or more than one, adds such layers of these two values")
+    if not _crossed(sums):
+        return Miss("the layers of one value have other weights than those of the other value")
+    width = first.weight.shape[1 - first.of]
+    rank = len(op.outputs[0].type.dims)
+    axis = 1 if first.key[0] in CONVOLUTIONS else rank - 1
 
-    name = "complex_layer"
-    kinds = frozenset({"Add", "Sub"})
+    def build(patch: Patch) -> None:
+        both = patch.add("Concat", [a, b], ConcatAttrs(axis))
+        parts = split_along(patch, _layer(patch, both, sums), axis, [width] * len(sums))
+        patch.replace_each((each.op.value for each in sums), parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        mine = _sum(graph, op)
-        if mine is None:
-            return None
-        a, b = (t.x for t in mine.terms)
-        first, second = mine.terms
-        if first.key != second.key or graph.type(a) != graph.type(b):
-            return Miss("the two layers that it adds differ in geometry or type")
-        sums = _sums(graph, mine)
-        if len(sums) != 2:
-            return Miss("no other sum, or more than one, adds such layers of these two values")
-        if not _crossed(sums):
-            return Miss("the layers of one value have other weights than those of the other value")
-        width = first.weight.shape[1 - first.of]
-        rank = len(op.outputs[0].type.dims)
-        axis = 1 if first.key[0] in CONVOLUTIONS else rank - 1
-
-        def build(patch: Patch) -> None:
-            both = patch.add("Concat", [a, b], ConcatAttrs(axis))
-            whole = _layer(patch, both, sums)
-            sizes = integers(patch, [width] * len(sums), "sizes")
-            split = patch.add_op("Split", [whole, sizes], SplitAttrs(axis), outputs=len(sums))
-            for port, each in enumerate(sums):
-                patch.replace(each.op.value, Value(split.id, port))
-
-        layers = (o for each in sums for t in each.terms for o in t.ops)
-        return Match((op, *(each.op for each in sums if each.op.id != op.id), *layers), build)
+    layers = (o for each in sums for t in each.terms for o in t.ops)
+    return Match((op, *(each.op for each in sums if each.op.id != op.id), *layers), build)
 
 
 def _sum(graph: Graph, op: Op) -> Sum | None:
     """The sum of two layers of different values that ``op`` computes, or None."""
-    if op.kind not in ComplexLayer.kinds or len({graph.type(v) for v in op.inputs if v is not None}) != 1:
+    if op.kind not in complex_layer.kinds or len({graph.type(v) for v in op.inputs if v is not None}) != 1:
         return None
     first, second = (_term(graph, operand(op, k)) for k in (0, 1))
     if first is None or second is None or first.x == second.x:
@@ -169,4 +162,4 @@ class ComplexLayers(RulePass):
     """Complex layers, written as four real layers, become one layer of both parts side by side, and a Split after it."""
 
     name = "complex_layers"
-    rules = (ComplexLayer(),)
+    rules = (complex_layer,)

@@ -6,6 +6,9 @@ iterations is known when the network is built, by counting them. Results that th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 
 from optdnn.ir.counters import TRIPS, counters, number_of_iterations, result, without_condition
@@ -35,16 +38,14 @@ def counted_loop(graph: Graph, op: Op) -> Match | Miss | None:
     if trips is None:
         return Miss(f"it runs more than {TRIPS} times, or its condition cannot be evaluated")
     attrs = LoopAttrs(without_condition(op.attrs.body), op.attrs.carried)
+    return Match((op,), partial(_counted, op, trips, (None, *op.inputs[2:]), attrs))
 
-    def build(patch: Patch) -> None:
-        number = patch.constant(np.array(trips, np.int64), "trips")
-        names = [o.name for o in op.outputs]
-        made = patch.add_op("Loop", [number, None, *op.inputs[2:]], attrs, names=names, outputs=len(names))
-        for port in range(len(names)):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), Value(made.id, port))
 
-    return Match((op,), build)
+def _counted(op: Op, trips: int, others: Sequence[Value | None], attrs: LoopAttrs, patch: Patch) -> None:
+    """The Loop with this number of iterations, and with its ``others`` operands."""
+    number, names = patch.constant(np.array(trips, np.int64), "trips"), [o.name for o in op.outputs]
+    made = patch.add_op("Loop", [number, *others], attrs, names=names, outputs=len(names))
+    patch.replace_each(op.values, made.values)
 
 
 @rule("bounded_loop", {"Loop"})
@@ -62,16 +63,7 @@ def bounded_loop(graph: Graph, op: Op) -> Match | Miss | None:
         bounds += [] if trips is None else [trips]
     if not bounds or (limit is not None and min(bounds) >= limit):
         return None
-
-    def build(patch: Patch) -> None:
-        number = patch.constant(np.array(min(bounds), np.int64), "trips")
-        names = [o.name for o in op.outputs]
-        made = patch.add_op("Loop", [number, *op.inputs[1:]], op.attrs, names=names, outputs=len(names))
-        for port in range(len(names)):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), Value(made.id, port))
-
-    return Match((op,), build)
+    return Match((op,), partial(_counted, op, min(bounds), op.inputs[1:], op.attrs))
 
 
 def _conjuncts(body: Graph, condition: Value) -> list[Value]:

@@ -93,12 +93,7 @@ def in_parts(graph: Graph, op: Op, parts: Division, stacked: Iterable[Op]) -> Ma
     if parts.steps.trips * largest > MOST_BYTES:
         return Miss("the results of all its steps would take too much memory")
 
-    def build(patch: Patch) -> None:
-        for port, new in enumerate(_Rewrite(patch, parts).results()):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), new)
-
-    return Match((op,), build)
+    return Match((op,), lambda patch: patch.replace_each(op.values, _Rewrite(patch, parts).results()))
 
 
 def divided(steps: LongSteps, layers: Mapping[int, Layer] | None = None) -> Division:

@@ -44,8 +44,7 @@ def dynamic_range(graph: Graph, op: Op) -> Match | Miss | None:
         if non_negative(graph, operand(op)):
             parameters[1] = patch.constant(np.zeros((), UINT8), f"{names[0]}_zero_point")
         rounded = patch.add("QuantizeLinear", [operand(op), *parameters], QuantizeAttrs(UINT8, 0), name=names[0])
-        for port, new in enumerate((rounded, *parameters)[: len(names)]):
-            patch.replace(Value(op.id, port), new)
+        patch.replace_each(op.values, (rounded, *parameters))
 
     return Match((op,), build)
 

@@ -165,152 +165,149 @@ def bias(graph: Graph, value: Value | None) -> Array | None:
     return np.asarray(stored.astype(np.float64) * scale.astype(np.float64).reshape(-1))
 
 
-class QuantizedProduct(Rule):
+@rule("quantized_product", {"Conv", "Gemm", "MatMul"})
+def quantized_product(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with the QuantizeLinear after it."""
-
-    name = "quantized_product"
-    kinds = frozenset({"Conv", "Gemm", "MatMul"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x: tuple[Value, QuantParams | RunParams] | None = dequantized(graph, op.inputs[0])
-        x, w = x or dequantized_in_run(graph, op.inputs[0]), weights(graph, op.inputs[1])
-        if x is None and w is not None:
-            x, w = depthwise_data(graph, op, w)
-        if x is None and w is None:
-            return None
-        if x is None or w is None:
-            return Miss("its weights are quantized, but its input is not" if x is None else _no_weights(graph, op))
-        fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
-        reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
-        if reason is not None:
-            return Miss(reason)
-        first, scales = self._stored(graph, op, x[1])
-        of_channels = not isinstance(x[1], RunParams)
-        ep, numbers = quantized_epilogue(graph, op, self._axis(op), numbers=of_channels)
-        residual = dequantized(graph, ep.residual) if ep.residual is not None else None
-        if ep.residual is not None and first is not None and not _fits(residual, first[1]):
-            ep, numbers = quantized_epilogue(graph, op, self._axis(op), residual=False, numbers=of_channels)
-        result = None
-        if first is not None and not ep.rest and scales is not None:
-            result, scales = Rounded.with_scales(*first, scales, ep.rendered, numbers)
-        elif first is not None and not ep.rest:
-            columns = 0 if numbers is not None else self._columns(op, x[1])
-            result = longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=columns)
-        if result is not None and result.stages:
-            ep = replace(ep, rendered=[*ep.rendered, *result.stages])
-            if result.residual is not None:
-                ep, residual = replace(ep, residual=result.residual[0]), result.residual
-
-        def build(patch: Patch) -> None:
-            out = None if result is None else result.params
-            dims, added = op.outputs[0].type.dims, residual
-            if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
-                added = in_shape(patch, result.residual[0], dims), result.residual[1]
-            more = numbers if result is None or result.numbers is None else result.numbers
-            made = self._product(patch, op, x, w, ep, out, added, more, None if result is None else scales)
-            if ep.rest:
-                made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
-            if result is None:
-                patch.replace(op.value, made)
-                return
-            shape = result.store.outputs[0].type.dims
-            patch.replace(result.store.value, made if shape == dims else in_shape(patch, made, shape))
-
-        covered = () if result is None else (*result.ops, result.store)
-        return Match((op, *covered), build)
-
-    def _refusal(self, graph: Graph, op: Op, x: QuantParams | RunParams, w: tuple[Array, Array, int]) -> str | None:
-        array, scale, axis = w
-        if isinstance(x, RunParams) and pads_image(op) and x.rounds is None and x.zero is not None:
-            return "it pads with a computed zero point, and its data are not rounded by a QuantizeLinear"
-        if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
-            return f"no kernel multiplies {x.dtype} by {array.dtype.name}"
-        if op.attrs.prologue:
-            return "it has a prologue"
-        if op.kind == "Gemm" and op.attrs.transA:
-            return "its first operand is transposed"
-        if array.ndim != (2 if op.kind != "Conv" else array.ndim) or array.ndim > 4:
-            return f"its weights have {array.ndim} axes"
-        if scale.size != 1 and axis != output_axis(op):
-            return f"its weights have scales along axis {axis}, not per output channel"
-        if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(operand(op)).rank or 0) < 2):
-            return "its size is not fixed"
-        if op.input(2) is not None and op.kind != "MatMul":
-            given = bias(graph, op.input(2))
-            by_channel = given is not None and (
-                op.kind == "Conv" or channel_vector(given, op.outputs[0].type.static_shape, -1) is not None
-            )
-            return None if by_channel else "its bias is not constant, or not per channel"
+    x: tuple[Value, QuantParams | RunParams] | None = dequantized(graph, op.inputs[0])
+    x, w = x or dequantized_in_run(graph, op.inputs[0]), weights(graph, op.inputs[1])
+    if x is None and w is not None:
+        x, w = depthwise_data(graph, op, w)
+    if x is None and w is None:
         return None
+    if x is None or w is None:
+        return Miss("its weights are quantized, but its input is not" if x is None else _no_weights(graph, op))
+    fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
+    reason = f"there are no kernels of fp8 for {context.target}" if fp8 else _refusal(graph, op, x[1], w)
+    if reason is not None:
+        return Miss(reason)
+    first, scales = _stored(graph, op, x[1])
+    of_channels = not isinstance(x[1], RunParams)
+    ep, numbers = quantized_epilogue(graph, op, _axis(op), numbers=of_channels)
+    residual = dequantized(graph, ep.residual) if ep.residual is not None else None
+    if ep.residual is not None and first is not None and not _fits(residual, first[1]):
+        ep, numbers = quantized_epilogue(graph, op, _axis(op), residual=False, numbers=of_channels)
+    result = None
+    if first is not None and not ep.rest and scales is not None:
+        result, scales = Rounded.with_scales(*first, scales, ep.rendered, numbers)
+    elif first is not None and not ep.rest:
+        columns = 0 if numbers is not None else _columns(op, x[1])
+        result = longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=columns)
+    if result is not None and result.stages:
+        ep = replace(ep, rendered=[*ep.rendered, *result.stages])
+        if result.residual is not None:
+            ep, residual = replace(ep, residual=result.residual[0]), result.residual
 
-    def _stored(
-        self, graph: Graph, op: Op, x: QuantParams | RunParams
-    ) -> tuple[tuple[Op, QuantParams] | None, Array | None]:
-        """The QuantizeLinear that reads the product alone, and its scales if each channel has its own."""
-        first = quantization(graph, op.value)
-        if first is not None or isinstance(x, RunParams) or "float8" in x.dtype:
-            return first, None
-        found = quantization_of_channels(graph, op.value, self._axis(op))
-        return (None, None) if found is None else (found[:2], found[2])
+    def build(patch: Patch) -> None:
+        out = None if result is None else result.params
+        dims, added = op.outputs[0].type.dims, residual
+        if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
+            added = in_shape(patch, result.residual[0], dims), result.residual[1]
+        more = numbers if result is None or result.numbers is None else result.numbers
+        made = _product(patch, op, x, w, ep, out, added, more, None if result is None else scales)
+        if ep.rest:
+            made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
+        if result is None:
+            patch.replace(op.value, made)
+            return
+        shape = result.store.outputs[0].type.dims
+        patch.replace(result.store.value, made if shape == dims else in_shape(patch, made, shape))
 
-    @staticmethod
-    def _columns(op: Op, x: QuantParams | RunParams) -> int:
-        """The columns of a product whose launch may add numbers to each, after a rounding; 0 for others."""
-        return 0 if op.kind == "Conv" or isinstance(x, RunParams) else int(op.outputs[0].type.static_shape[-1])
+    covered = () if result is None else (*result.ops, result.store)
+    return Match((op, *covered), build)
 
-    @staticmethod
-    def _axis(op: Op) -> int:
-        return 1 if op.kind == "Conv" else -1
 
-    def _product(
-        self, patch: Patch, op: Op, rows: tuple[Value, QuantParams | RunParams], w: tuple[Array, Array, int], ep: Epilogue,
-        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, added: Array | None, scales: Array | None,
-    ) -> Value:  # fmt: skip
-        graph, (stored, x), (array, scale, _) = patch.graph, rows, w
-        channels = op.outputs[0].type.static_shape[self._axis(op)]
-        alpha = op.attrs.alpha if op.kind == "Gemm" else 1.0
-        total = np.zeros(channels)
-        given = bias(graph, op.input(2)) if op.kind != "MatMul" else None
-        if given is not None:
-            total = total + given.reshape(-1) * (op.attrs.beta if op.kind == "Gemm" else 1.0)
-        if ep.bias is not None:
-            total = total + ep.bias
-        second: Value | None = ep.residual
-        if second is not None and out is None and "float8" in x.dtype:
-            second = unrounded(graph, second)
-        around: QuantParams | None = QuantParams(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
-        if second is not None and out is not None:
-            assert residual is not None
-            second, around = residual
-        factors = np.broadcast_to(scale * (1.0 if isinstance(x, RunParams) else x.scale) * alpha, (channels,))
-        if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
-            array = np.ascontiguousarray(array.T)
-        if isinstance(x, QuantParams) and x.zero:  # the kernels accumulate stored values, without their zero point
-            total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
-        if scales is not None:
-            factors, total = factors / scales, total / scales
-        numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around, numbers=added)
-        if op.kind == "Conv":
-            a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
-            fields, pads = _fields(numbers, op, out, around), a.pads
-            if isinstance(x, RunParams) and x.zero is not None and any(pads):
-                stored, pads = _padded(patch, x, pads), (0,) * len(pads)
-            padding = x.zero if isinstance(x, QuantParams) and any(pads) else 0
-            attrs: RequantizeAttrs = QuantizedConvAttrs(
-                **fields, strides=a.strides, pads=pads, dilations=a.dilations, group=a.group, input_zero=padding
-            )
-        else:
-            attrs = RequantizeAttrs(**_fields(numbers, op, out, around))
-        name = op.outputs[0].name
-        channel = numbers.channel
-        last: list[Value | None] = [] if second is None else [second]
-        if isinstance(x, RunParams):
-            sums = array.astype(np.float32).reshape(channels, -1).sum(1, dtype=np.float64, keepdims=True)
-            channel = np.concatenate([channel, sums.astype(np.float32)], 1)
-            last = [second, None, x.scale, x.zero or patch.constant(np.zeros((), x.dtype))]
-        operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(channel, f"{name}.scales")]
-        kind = "QuantizedConv" if op.kind == "Conv" else "QuantizedMatMul"
-        return patch.add(kind, [*operands, *last], attrs, name=name)
+def _refusal(graph: Graph, op: Op, x: QuantParams | RunParams, w: tuple[Array, Array, int]) -> str | None:
+    array, scale, axis = w
+    if isinstance(x, RunParams) and pads_image(op) and x.rounds is None and x.zero is not None:
+        return "it pads with a computed zero point, and its data are not rounded by a QuantizeLinear"
+    if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
+        return f"no kernel multiplies {x.dtype} by {array.dtype.name}"
+    if op.attrs.prologue:
+        return "it has a prologue"
+    if op.kind == "Gemm" and op.attrs.transA:
+        return "its first operand is transposed"
+    if array.ndim != (2 if op.kind != "Conv" else array.ndim) or array.ndim > 4:
+        return f"its weights have {array.ndim} axes"
+    if scale.size != 1 and axis != output_axis(op):
+        return f"its weights have scales along axis {axis}, not per output channel"
+    if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(operand(op)).rank or 0) < 2):
+        return "its size is not fixed"
+    if op.input(2) is not None and op.kind != "MatMul":
+        given = bias(graph, op.input(2))
+        by_channel = given is not None and (
+            op.kind == "Conv" or channel_vector(given, op.outputs[0].type.static_shape, -1) is not None
+        )
+        return None if by_channel else "its bias is not constant, or not per channel"
+    return None
+
+
+def _stored(graph: Graph, op: Op, x: QuantParams | RunParams) -> tuple[tuple[Op, QuantParams] | None, Array | None]:
+    """The QuantizeLinear that reads the product alone, and its scales if each channel has its own."""
+    first = quantization(graph, op.value)
+    if first is not None or isinstance(x, RunParams) or "float8" in x.dtype:
+        return first, None
+    found = quantization_of_channels(graph, op.value, _axis(op))
+    return (None, None) if found is None else (found[:2], found[2])
+
+
+def _columns(op: Op, x: QuantParams | RunParams) -> int:
+    """The columns of a product whose launch may add numbers to each, after a rounding; 0 for others."""
+    return 0 if op.kind == "Conv" or isinstance(x, RunParams) else int(op.outputs[0].type.static_shape[-1])
+
+
+def _axis(op: Op) -> int:
+    return 1 if op.kind == "Conv" else -1
+
+
+def _product(
+    patch: Patch, op: Op, rows: tuple[Value, QuantParams | RunParams], w: tuple[Array, Array, int], ep: Epilogue,
+    out: QuantParams | None, residual: tuple[Value, QuantParams] | None, added: Array | None, scales: Array | None,
+) -> Value:  # fmt: skip
+    graph, (stored, x), (array, scale, _) = patch.graph, rows, w
+    channels = op.outputs[0].type.static_shape[_axis(op)]
+    alpha = op.attrs.alpha if op.kind == "Gemm" else 1.0
+    total = np.zeros(channels)
+    given = bias(graph, op.input(2)) if op.kind != "MatMul" else None
+    if given is not None:
+        total = total + given.reshape(-1) * (op.attrs.beta if op.kind == "Gemm" else 1.0)
+    if ep.bias is not None:
+        total = total + ep.bias
+    second: Value | None = ep.residual
+    if second is not None and out is None and "float8" in x.dtype:
+        second = unrounded(graph, second)
+    around: QuantParams | None = QuantParams(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
+    if second is not None and out is not None:
+        assert residual is not None
+        second, around = residual
+    factors = np.broadcast_to(scale * (1.0 if isinstance(x, RunParams) else x.scale) * alpha, (channels,))
+    if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
+        array = np.ascontiguousarray(array.T)
+    if isinstance(x, QuantParams) and x.zero:  # the kernels accumulate stored values, without their zero point
+        total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
+    if scales is not None:
+        factors, total = factors / scales, total / scales
+    numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around, numbers=added)
+    if op.kind == "Conv":
+        a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
+        fields, pads = _fields(numbers, op, out, around), a.pads
+        if isinstance(x, RunParams) and x.zero is not None and any(pads):
+            stored, pads = _padded(patch, x, pads), (0,) * len(pads)
+        padding = x.zero if isinstance(x, QuantParams) and any(pads) else 0
+        attrs: RequantizeAttrs = QuantizedConvAttrs(
+            **fields, strides=a.strides, pads=pads, dilations=a.dilations, group=a.group, input_zero=padding
+        )
+    else:
+        attrs = RequantizeAttrs(**_fields(numbers, op, out, around))
+    name = op.outputs[0].name
+    channel = numbers.channel
+    last: list[Value | None] = [] if second is None else [second]
+    if isinstance(x, RunParams):
+        sums = array.astype(np.float32).reshape(channels, -1).sum(1, dtype=np.float64, keepdims=True)
+        channel = np.concatenate([channel, sums.astype(np.float32)], 1)
+        last = [second, None, x.scale, x.zero or patch.constant(np.zeros((), x.dtype))]
+    operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(channel, f"{name}.scales")]
+    kind = "QuantizedConv" if op.kind == "Conv" else "QuantizedMatMul"
+    return patch.add(kind, [*operands, *last], attrs, name=name)
 
 
 def _padded(patch: Patch, x: RunParams, pads: tuple[int, ...]) -> Value:
@@ -393,7 +390,7 @@ class FoldQuantized(Pass):
 
     name = "fold_quantized"
     sweeps = (
-        _Sweep(QuantizedProduct(), quantized_mean, integer_product),
+        _Sweep(quantized_product, quantized_mean, integer_product),
         _Sweep(quantized_patch_rows, quantized_siblings, wide_result),
         _Sweep(dequantized_result, activated_result),
         _Sweep(fake_quantize),

@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs, LeakyReluAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.branches import BRANCHES, SOFTPLUS
+from optdnn.passes.rules.branches import branches, softplus
 from optdnn.passes.support import pattern
 from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, total
@@ -207,9 +207,9 @@ class FuseActivation(RulePass):
         HARD_SIGMOID,
         MISH,
         SOFTSIGN,
-        SOFTPLUS,
+        softplus,
         thresholded_softplus,
-        BRANCHES,
+        branches,
         one_slope,
     )
     sinks_first = True

@@ -36,18 +36,12 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.factored_bias import factored_bias
 from optdnn.passes.rules.given_attention import given_mask, repeated_heads
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.rules.merged_heads import (
-    heads_before_parts,
-    heads_behind_positions,
-    heads_of_images,
-    merged_heads,
-    split_items,
-)
+from optdnn.passes.rules.merged_heads import heads_before_parts, merged_heads, split_items
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
-from optdnn.passes.rules.summed_attention import SummedAttention
+from optdnn.passes.rules.summed_attention import summed_attention
 from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
@@ -332,14 +326,12 @@ class FuseAttention(RulePass):
         shared_weights,
         values_first,
         written_attention,
-        SummedAttention(),
+        summed_attention,
         given_mask,
         repeated_heads,
         turned_features,
         normalized_keys,
         merged_heads,
-        heads_of_images,
-        heads_behind_positions,
         split_items,
         heads_before_parts,
         ordered_features,

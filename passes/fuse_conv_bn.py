@@ -17,9 +17,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.parallel_convs import ParallelConvs, ParallelProducts
+from optdnn.passes.parallel_convs import parallel_convs, parallel_products
 from optdnn.passes.rules.concats import activation_of_parts, bn_of_parts
-from optdnn.passes.rules.scaled_residuals import ScaledResidual, lerp, subtracted_linear
+from optdnn.passes.rules.scaled_residuals import lerp, scaled_residual, subtracted_linear
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
@@ -175,10 +175,10 @@ class FuseConvBn(RulePass):
         _FoldChain("bn_conv", after=False, batch_norm=True),
         _FoldChain("scale_shift_conv", after=False, batch_norm=False),
         activation_of_parts,  # when no scale or shift is left in between
-        ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
-        ParallelProducts(),
+        parallel_convs,  # here, since scales and shifts around a sum of branches fold into what they merge to
+        parallel_products,
         lerp,
-        ScaledResidual(),  # after these two, which may add convolutions of one value
+        scaled_residual,  # after these two, which may add convolutions of one value
         subtracted_linear,  # last of these: the rules above also add and subtract convolutions
         norm_scale_shift,
     )

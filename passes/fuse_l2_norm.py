@@ -19,7 +19,7 @@ from optdnn.ops.norm import LpNormAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.fuse_norm import reduced
 from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, product
-from optdnn.passes.support.pattern_rule import PatternRule, fused
+from optdnn.passes.support.pattern_rule import fused, pattern_rule
 
 X, EPS = Var("x"), Scalar(name="epsilon")
 _SQUARES = any_of(
@@ -60,49 +60,44 @@ def _padded(graph: Graph, op: Op, axis: int, length: int) -> int:
     return -(-length // UNIT) * UNIT
 
 
-class L2Norm(PatternRule):
+@pattern_rule(
+    "l2_norm",
+    product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),
+    product(1.0, X, Power(any_of(_BOUNDED_SQUARES, node("Expand", _BOUNDED_SQUARES)), -0.5)),
+)
+def l2_norm(graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
     """``x / max(||x||, epsilon)``. The norm may be the root of a sum of squares, and may be expanded to the shape of ``x``.
 
     The bound may be one of the squares. The norm may have a factor, as in ScaleNorm (Nguyen and Salazar, 2019), which scales the
     result."""
+    x: Value = found["x"]
+    axes = reduced(graph, found["reduction"])
+    if isinstance(axes, Miss):
+        return axes
+    if len(axes) != 1:
+        return Miss(f"an LpNormalization has one axis, but the norm runs over {axes}")
+    shape = graph.type(x).shape
+    if shape is not None and all(isinstance(d, int) for d in shape):
+        length = graph.type(x).static_shape[axes[0]]
+        rows = math.prod(graph.type(x).static_shape) // max(1, length)
+        if length <= SHORT and rows >= MANY and not _shared(_padded(graph, root, axes[0], length)):
+            return Miss(f"it has {rows} rows of {length} elements, for which separate arithmetic is faster")
+    epsilon, factor = found.get("epsilon", 0.0), found.get("factor", 1.0)
+    if "squared" in found:
+        epsilon = math.sqrt(max(found["squared"], 0.0))
+    if epsilon <= 0 or factor <= 0:
+        return Miss(f"its epsilon is {epsilon:g} and its factor {factor:g}, which must be positive")
 
-    name = "l2_norm"
-    patterns = (
-        product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),
-        product(1.0, X, Power(any_of(_BOUNDED_SQUARES, node("Expand", _BOUNDED_SQUARES)), -0.5)),
-    )
+    def build(patch: Patch) -> Value:
+        y = patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon / factor))
+        return y if factor == 1 else patch.add("Mul", [y, patch.constant(np.asarray(1 / factor, graph.type(x).dtype))])
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        x: Value = found["x"]
-        axes = reduced(graph, found["reduction"])
-        if isinstance(axes, Miss):
-            return axes
-        if len(axes) != 1:
-            return Miss(f"an LpNormalization has one axis, but the norm runs over {axes}")
-        shape = graph.type(x).shape
-        if shape is not None and all(isinstance(d, int) for d in shape):
-            length = graph.type(x).static_shape[axes[0]]
-            rows = math.prod(graph.type(x).static_shape) // max(1, length)
-            if length <= SHORT and rows >= MANY and not _shared(_padded(graph, root, axes[0], length)):
-                return Miss(f"it has {rows} rows of {length} elements, for which separate arithmetic is faster")
-        epsilon, factor = found.get("epsilon", 0.0), found.get("factor", 1.0)
-        if "squared" in found:
-            epsilon = math.sqrt(max(found["squared"], 0.0))
-        if epsilon <= 0 or factor <= 0:
-            return Miss(f"its epsilon is {epsilon:g} and its factor {factor:g}, which must be positive")
-
-        def build(patch: Patch) -> Value:
-            y = patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon / factor))
-            return (
-                y if factor == 1 else patch.add("Mul", [y, patch.constant(np.asarray(1 / factor, graph.type(x).dtype))])
-            )
-
-        return fused(graph, ops, root, x, build)
+    return fused(graph, ops, root, x, build)
 
 
 class FuseL2Norm(RulePass):
     """For GPUs only: the CPU libraries' kernels have no epsilon."""
 
     name = "fuse_l2_norm"
-    rules = (L2Norm(),)
+    rules = (l2_norm,)
     sinks_first = True

@@ -21,9 +21,9 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.rules.pointwise_parts import ALIGNED, GatedParts, PointwiseOfParts
-from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.pointwise_parts import ALIGNED, PointwiseOfParts, gated_parts
+from optdnn.passes.rules.pointwise_views import view_after, view_before, view_before_reduction
 from optdnn.passes.rules.shape import reshape_chain
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
@@ -184,35 +184,32 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
     return max(computed, key=kept, default=None)
 
 
-class ComputedAgain(Rule):
+@rule("computed_again")
+def computed_again(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """An op that reads no more bytes than it writes, or has few elements, is computed again in each of its readers."""
+    if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+        return None
+    readers = graph.users(op.value)
+    inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
+    others = [u for u in readers if u not in inner]
+    last = bool(others) and _elements(op) <= VERY_FEW and _to_outputs(graph, others)
+    if len(readers) < 2 or not inner or not (last or _reads_little(graph, op)):
+        return None
+    if not last and (len(others) > 1 or not all(_reduces(u) for u in others)):
+        return Miss(f"{op.name} is also used by {others[-1].name}")
+    for reader in inner:
+        if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
+            return Miss(why)
 
-    name = "computed_again"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
-            return None
-        readers = graph.users(op.value)
-        inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
-        others = [u for u in readers if u not in inner]
-        last = bool(others) and _elements(op) <= VERY_FEW and _to_outputs(graph, others)
-        if len(readers) < 2 or not inner or not (last or _reads_little(graph, op)):
-            return None
-        if not last and (len(others) > 1 or not all(_reduces(u) for u in others)):
-            return Miss(f"{op.name} is also used by {others[-1].name}")
+    def build(patch: Patch) -> None:
         for reader in inner:
-            if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
-                return Miss(why)
+            steps = _collect(graph, [op, reader])
+            first = first_operand(graph, steps, reader, True)
+            assert first is not None
+            fused = patch.add("Pointwise", *body(steps, first), src=op.src | reader.src)
+            patch.replace(reader.value, fused)
 
-        def build(patch: Patch) -> None:
-            for reader in inner:
-                steps = _collect(graph, [op, reader])
-                first = first_operand(graph, steps, reader, True)
-                assert first is not None
-                fused = patch.add("Pointwise", *body(steps, first), src=op.src | reader.src)
-                patch.replace(reader.value, fused)
-
-        return Match((*inner, *(() if others else (op,))), build)
+    return Match((*inner, *(() if others else (op,))), build)
 
 
 def _to_outputs(graph: Graph, readers: Sequence[Op]) -> bool:
@@ -244,41 +241,34 @@ def _reads_little(graph: Graph, op: Op) -> bool:
     return size <= REPEATED or (out.is_static and sum(bytes_of(graph, v) for v in tensors) <= bytes_of(graph, op.value))
 
 
-class PartsTogether(Rule):
+@rule("parts_together")
+def parts_together(graph: Graph, op: Op, context: PassContext) -> Match | None:
     """The same op of several parts of a tensor becomes one op of the tensor, which is split after it."""
+    if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+        return None
+    split = _split_before(graph, op)
+    if split is None or split.input(0) is None:
+        return None
+    form = _form(graph, op)
+    same = [u for v in split.values for u in graph.users(v) if is_pointwise(u)]
+    same = [u for u in same if _split_before(graph, u) == split and _form(graph, u) == form]
+    whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
+    if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):
+        return None
+    if any(not t.is_static or t.static_shape[split.attrs.axis] % ALIGNED for t in (out.type for out in split.outputs)):
+        return None  # readers of a part would copy it
+    if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
+        return None
 
-    name = "parts_together"
+    def build(patch: Patch) -> None:
+        steps = [replace(s, args=tuple(split.input(0) if a in op_parts else a for a in s.args)) for s in steps_of(op)]
+        y = patch.add("Pointwise", *body(steps, split.input(0)), src=frozenset().union(*(u.src for u in same)))  # type: ignore[arg-type]
+        parts = patch.add_op("Split", [y, *split.inputs[1:]], split.attrs, outputs=len(split.outputs))
+        for reader in same:
+            patch.replace(reader.value, Value(parts.id, tensors_of(graph, reader)[0].port))
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | None:
-        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
-            return None
-        split = _split_before(graph, op)
-        if split is None or split.input(0) is None:
-            return None
-        form = _form(graph, op)
-        same = [u for v in split.values for u in graph.users(v) if is_pointwise(u)]
-        same = [u for u in same if _split_before(graph, u) == split and _form(graph, u) == form]
-        whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
-        if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):
-            return None
-        if any(
-            not t.is_static or t.static_shape[split.attrs.axis] % ALIGNED for t in (out.type for out in split.outputs)
-        ):
-            return None  # readers of a part would copy it
-        if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
-            return None
-
-        def build(patch: Patch) -> None:
-            steps = [
-                replace(s, args=tuple(split.input(0) if a in op_parts else a for a in s.args)) for s in steps_of(op)
-            ]
-            y = patch.add("Pointwise", *body(steps, split.input(0)), src=frozenset().union(*(u.src for u in same)))  # type: ignore[arg-type]
-            parts = patch.add_op("Split", [y, *split.inputs[1:]], split.attrs, outputs=len(split.outputs))
-            for reader in same:
-                patch.replace(reader.value, Value(parts.id, tensors_of(graph, reader)[0].port))
-
-        op_parts = tensors_of(graph, op)
-        return Match(tuple(same), build)
+    op_parts = tensors_of(graph, op)
+    return Match(tuple(same), build)
 
 
 def _split_before(graph: Graph, op: Op) -> Op | None:
@@ -306,12 +296,12 @@ class FusePointwise(RulePass):
     rules: Sequence[Rule] = (
         reshape_chain,  # earlier passes leave views in a row, which hide a pointwise operator from another one
         PointwiseOfParts(),
-        GatedParts(),
+        gated_parts,
         FuseGroup(),
-        ComputedAgain(),
-        PartsTogether(),
-        ViewBefore(),
-        ViewAfter(),
-        ViewBeforeReduction(),
+        computed_again,
+        parts_together,
+        view_before,
+        view_after,
+        view_before_reduction,
     )
     sinks_first = True

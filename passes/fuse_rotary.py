@@ -27,7 +27,7 @@ from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.rules.rotary_parts import rotary_parts
-from optdnn.passes.rules.rotary_products import RotaryProducts
+from optdnn.passes.rules.rotary_products import rotary_products
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -41,8 +41,8 @@ from optdnn.passes.support.facts import (
 )
 from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import reshapes_before, value_before
-from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
-from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
+from optdnn.passes.support.pattern import AnyOf, Pattern, Scalar, Var, any_of, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.rotary import ORDERS, PLAIN, cache_shape, order_of, rotated
 from optdnn.types import Shape
 
@@ -74,47 +74,45 @@ _NEIGHBORS = node(
 )
 
 
-class RotaryRule(PatternRule):
+@pattern_rule(
+    "rotary_embedding",
+    node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),
+)
+def rotary_embedding(graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
     """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbors stacked in this way.
 
     Concat(second half, -first half) rotates the other way: by the negated sines."""
+    x: Value = found["x"]
+    interleaved = "merged" in found
+    if not (_are_neighbors if interleaved else _are_halves)(graph, found):
+        return None
+    heads = _with_batch(graph.type(x).shape or ())
+    order = _order(graph, found, heads)
+    if isinstance(order, str):
+        return Miss(order)
+    own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
 
-    name = "rotary_embedding"
-    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),)
+    def build(patch: Patch) -> Value:
+        cos, sin = (_angles(patch, graph, found[name], order, None if own else interleaved) for name in ("cos", "sin"))
+        if "back" in found:
+            sin = patch.add("Neg", [sin])
+        attrs = RotaryAttrs(interleaved, own_angles=own)
+        if heads == graph.type(x).dims:
+            return rotated(patch, x, [cos, sin], attrs, order)
+        y = rotated(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
+        return in_shape(patch, y, graph.type(x).dims)
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        x: Value = found["x"]
-        interleaved = "merged" in found
-        if not (_are_neighbors if interleaved else _are_halves)(graph, found):
-            return None
-        heads = _with_batch(graph.type(x).shape or ())
-        order = _order(graph, found, heads)
-        if isinstance(order, str):
-            return Miss(order)
-        own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
-
-        def build(patch: Patch) -> Value:
-            cos, sin = (
-                _angles(patch, graph, found[name], order, None if own else interleaved) for name in ("cos", "sin")
-            )
-            if "back" in found:
-                sin = patch.add("Neg", [sin])
-            attrs = RotaryAttrs(interleaved, own_angles=own)
-            if heads == graph.type(x).dims:
-                return rotated(patch, x, [cos, sin], attrs, order)
-            y = rotated(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
-            return in_shape(patch, y, graph.type(x).dims)
-
-        parts = {op.id for name in ("first", "second") for op in reshapes_before(graph, found[name])}
-        return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
+    parts = {op.id for name in ("first", "second") for op in reshapes_before(graph, found[name])}
+    return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
-_SWAPPED = node(
-    "Transpose", node("RotaryEmbedding", node("Transpose", FIRST, name="there"), name="turned"), name="back"
-)
-_PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
+def _rotated_part(part: Pattern) -> Pattern:
+    """A RotaryEmbedding of ``part``, perhaps between Transposes."""
+    turned = node("RotaryEmbedding", node("Transpose", part, name="there"), name="turned")
+    return any_of(node("RotaryEmbedding", part, name="turned"), node("Transpose", turned, name="back"))
 
 
+_PART = _rotated_part(FIRST)
 _PART_OR_VIEW = any_of(_PART, node(RESHAPES, node(RESHAPES, _PART, name="pairs"), name="merged"))
 
 
@@ -143,32 +141,17 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
 
 
 def _transposes(found: dict[str, Any]) -> tuple[list[Op], tuple[int, ...] | None]:
-    """The Transposes around a RotaryEmbedding that ``_PART`` found, and their permutation (None if they do not fit together)."""
+    """The Transposes around a RotaryEmbedding of :func:`_rotated_part`, and their permutation; None if they do not fit together."""
     around = [found[name] for name in ("there", "back") if name in found]
     orders = {op.attrs.perm for op in around} or {PLAIN}
     return around, next((order for order in ORDERS if orders == {order}), None)
 
 
-_TURNED_REST = any_of(
-    node("RotaryEmbedding", SECOND, name="turned"),
-    node("Transpose", node("RotaryEmbedding", node("Transpose", SECOND, name="there"), name="turned"), name="back"),
-)
-
-
-@pattern_rule("rotary_rows", node("Concat", FIRST, _TURNED_REST))
+@pattern_rule("rotary_rows", node("Concat", FIRST, _rotated_part(SECOND)), node("Concat", _PART, SECOND))
 def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows get cosine 1 and sine 0."""
-    return _with_still_rows(graph, root, found, still="first")
+    """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows get cosine 1 and sine 0.
 
-
-@pattern_rule("rotary_first_rows", node("Concat", _PART, SECOND))
-def rotary_first_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """The same with the rotated rows first (the pointers to objects behind the memory of SAM 2)."""
-    return _with_still_rows(graph, root, found, still="second")
-
-
-def _with_still_rows(graph: Graph, root: Op, found: dict[str, Any], *, still: str) -> Match | Miss | None:
-    """One RotaryEmbedding of all rows. The ``still`` part ("first" or "second") rotates by an angle of zero."""
+    The rotated rows may come first (the pointers to objects behind the memory of SAM 2)."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     around, order = _transposes(found)
     if order is None:
@@ -179,7 +162,8 @@ def _with_still_rows(graph: Graph, root: Op, found: dict[str, Any], *, still: st
         return None
     if any(len(graph.uses(op.value)) > 1 for op in (inner, *around[1:])):
         return Miss(f"its rotated rows are used elsewhere: {inner.name}")
-    rows = graph.type(found[still]).dims[axis]
+    still_first = operand(root) == first
+    rows = graph.type(first if still_first else rest).dims[axis]
     assert isinstance(rows, int)
     caches = [operand(inner, 1), operand(inner, 2)]
     for value in caches:
@@ -193,7 +177,7 @@ def _with_still_rows(graph: Graph, root: Op, found: dict[str, Any], *, still: st
             t = graph.type(value)
             batch, _, half = t.static_shape
             added = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
-            both = [added, value] if still == "first" else [value, added]
+            both = [added, value] if still_first else [value, added]
             longer.append(patch.add("Concat", both, ConcatAttrs(1)))
         return rotated(patch, x, longer, inner.attrs, order)
 
@@ -356,11 +340,10 @@ class FuseRotary(RulePass):
 
     name = "fuse_rotary"
     rules = (
-        RotaryRule(),
-        RotaryProducts(),
+        rotary_embedding,
+        rotary_products,
         partial_rotary,
         rotary_parts,
         rotary_rows,
-        rotary_first_rows,
         transpose_chain,
     )

@@ -26,13 +26,12 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
-from optdnn.ops.index import SplitAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.rules.concats import stack_of_split
-from optdnn.passes.rules.outer_parts import OuterPart
-from optdnn.passes.rules.rows_of_one_index import RowsOfOneIndex
+from optdnn.passes.rules.outer_parts import outer_part
+from optdnn.passes.rules.rows_of_one_index import rows_of_one_index
 from optdnn.passes.support.common_kernel import common_kernel
-from optdnn.passes.support.facts import bytes_of, integers, operand
+from optdnn.passes.support.facts import bytes_of, operand, split_along
 from optdnn.passes.support.siblings import Family, Member, joined, member_of, side_by_side
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
@@ -50,95 +49,85 @@ ALIGNED = 8
 """Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
 
-class MergeSiblings(Rule):
+@rule("siblings", {"Conv", "Gemm", "MatMul", "PackedMatMul"})
+def siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Convolutions of one geometry, or products of one kind on one operand, with constant weights and equal activations."""
+    x = operand(op)
+    same_kind = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x]
+    if len(same_kind) < 2:
+        return None
+    machine = TargetName.parse(context.target)
+    mine = member_of(graph, op, tensors=machine.on_gpu)
+    if isinstance(mine, str):
+        return Miss(mine)
+    if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
+        if (why := _with_reader(graph, op)) is not None:
+            return Miss(why)
+        same_kind = [u for u in same_kind if _with_reader(graph, u) is None]
+    taken = [member_of(graph, u, tensors=machine.on_gpu) for u in same_kind]
+    found = _biased_alike([m for m in taken if isinstance(m, Member)])
+    if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
+        found = _with_one_kernel(graph, mine, found, context.precision)
+    (mine,) = [m for m in found if m.op.id == op.id]
+    members = [m for m in found if m.key == mine.key]
+    if len(members) < 2:
+        return Miss(f"no other {op.kind} on {graph.output(x).name} has the same geometry, type and activation")
+    family = _family(graph, members)
+    if not side_by_side(family.members):
+        return Miss("their epilogues read parts of a tensor that are not side by side")
+    reason = _unprofitable(graph, x, family, context.target)
+    if reason is not None:
+        return Miss(reason)
+    ops = (*(m.op for m in members), *([family.concat] if family.concat is not None else []))
 
-    name = "siblings"
-    kinds = frozenset({"Conv", "Gemm", "MatMul", "PackedMatMul"})
+    def build(patch: Patch) -> None:
+        merged = joined(graph, patch, x, family, context.kept)
+        if family.concat is not None:
+            _into_concat(patch, family, family.concat, merged)
+        else:
+            name = f"{family.members[0].op.outputs[0].name}.siblings.sizes"
+            parts = split_along(patch, merged, family.axis, [m.width for m in family.members], name)
+            patch.replace_each((m.op.value for m in family.members), parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = operand(op)
-        same_kind = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x]
-        if len(same_kind) < 2:
-            return None
-        machine = TargetName.parse(context.target)
-        mine = member_of(graph, op, tensors=machine.on_gpu)
-        if isinstance(mine, str):
-            return Miss(mine)
-        if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
-            if (why := _with_reader(graph, op)) is not None:
-                return Miss(why)
-            same_kind = [u for u in same_kind if _with_reader(graph, u) is None]
-        taken = [member_of(graph, u, tensors=machine.on_gpu) for u in same_kind]
-        found = _biased_alike([m for m in taken if isinstance(m, Member)])
-        if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
-            found = _with_one_kernel(graph, mine, found, context.precision)
-        (mine,) = [m for m in found if m.op.id == op.id]
-        members = [m for m in found if m.key == mine.key]
-        if len(members) < 2:
-            return Miss(f"no other {op.kind} on {graph.output(x).name} has the same geometry, type and activation")
-        family = _family(graph, members)
-        if not side_by_side(family.members):
-            return Miss("their epilogues read parts of a tensor that are not side by side")
-        reason = _unprofitable(graph, x, family, context.target)
-        if reason is not None:
-            return Miss(reason)
-        ops = (*(m.op for m in members), *([family.concat] if family.concat is not None else []))
-
-        def build(patch: Patch) -> None:
-            merged = joined(graph, patch, x, family, context.kept)
-            if family.concat is not None:
-                _into_concat(patch, family, family.concat, merged)
-            else:
-                name = f"{family.members[0].op.outputs[0].name}.siblings.sizes"
-                sizes = integers(patch, [m.width for m in family.members], name)
-                split = patch.add_op("Split", [merged, sizes], SplitAttrs(family.axis), outputs=len(members))
-                for i, m in enumerate(family.members):
-                    patch.replace(m.op.value, Value(split.id, i))
-
-        return Match(ops, build)
+    return Match(ops, build)
 
 
-class GroupSiblings(Rule):
+@rule("grouped_siblings", {"Split"})
+def grouped_siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Convolutions that each read one of the equal parts of a tensor's channels become one grouped convolution, whose groups are as
     wide as the widest of them. Only for 16-bit images on GPUs: there, a grouped convolution takes as long as its work."""
+    values = op.values
+    readers = [graph.sole_user(v) for v in values]
+    alone = all(
+        r is not None and r.kind == "Conv" and list(r.inputs).count(v) == 1 and r.inputs[0] == v
+        for r, v in zip(readers, values, strict=True)
+    )
+    if not context.on_gpu or not alone or len(values) < 2:
+        return None
+    convs = [r for r in readers if r is not None]
+    found = [member_of(graph, conv) for conv in convs]
+    members = [m for m in found if isinstance(m, Member)]
+    if (why := _ungrouped(graph, found, context.precision)) is not None:
+        return Miss(why)
+    most = max(m.width for m in members)
+    groups = tuple(_as_group(m, len(members), most) for m in members)
+    family = _family(graph, groups)
+    if family.members != groups or any(m.width < most for m in members):
+        family = Family(groups, 1, None)
 
-    name = "grouped_siblings"
-    kinds = frozenset({"Split"})
+    def build(patch: Patch) -> None:
+        merged = joined(graph, patch, operand(op), family, context.kept)
+        if family.concat is not None:
+            _into_concat(patch, family, family.concat, merged)
+            return
+        sizes = [n for m in members for n in (m.width, most - m.width) if n]
+        parts = iter(split_along(patch, merged, 1, sizes, f"{convs[0].outputs[0].name}.groups.sizes"))
+        for m in members:
+            patch.replace(m.op.value, next(parts))
+            if m.width < most:
+                next(parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        values = op.values
-        readers = [graph.sole_user(v) for v in values]
-        alone = all(
-            r is not None and r.kind == "Conv" and list(r.inputs).count(v) == 1 and r.inputs[0] == v
-            for r, v in zip(readers, values, strict=True)
-        )
-        if not context.on_gpu or not alone or len(values) < 2:
-            return None
-        convs = [r for r in readers if r is not None]
-        found = [member_of(graph, conv) for conv in convs]
-        members = [m for m in found if isinstance(m, Member)]
-        if (why := _ungrouped(graph, found, context.precision)) is not None:
-            return Miss(why)
-        most = max(m.width for m in members)
-        groups = tuple(_as_group(m, len(members), most) for m in members)
-        family = _family(graph, groups)
-        if family.members != groups or any(m.width < most for m in members):
-            family = Family(groups, 1, None)
-
-        def build(patch: Patch) -> None:
-            merged = joined(graph, patch, operand(op), family, context.kept)
-            if family.concat is not None:
-                _into_concat(patch, family, family.concat, merged)
-                return
-            sizes = [n for m in members for n in (m.width, most - m.width) if n]
-            named = integers(patch, sizes, f"{convs[0].outputs[0].name}.groups.sizes")
-            split, port = patch.add_op("Split", [merged, named], SplitAttrs(1), outputs=len(sizes)), 0
-            for m in members:
-                patch.replace(m.op.value, Value(split.id, port))
-                port += 1 if m.width == most else 2
-
-        return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
+    return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
 
 
 def _ungrouped(graph: Graph, found: Sequence[Member | str], precision: str) -> str | None:
@@ -295,4 +284,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(), GroupSiblings(), OuterPart(), RowsOfOneIndex(), stack_of_split)
+    rules = (siblings, grouped_siblings, outer_part, rows_of_one_index, stack_of_split)

@@ -17,7 +17,6 @@ import numpy as np
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.hoist_views import is_added
 from optdnn.passes.rules.scatter_rows import scatter_rows
@@ -27,7 +26,7 @@ from optdnn.passes.support.image_views import OF_IMAGES
 from optdnn.passes.support.paths import path_to, value_before
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.passes.support.products import plain_product
+from optdnn.passes.support.products import multiplied, plain_product
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
@@ -151,8 +150,7 @@ def gathered_addition(graph: Graph, op: Op) -> Match | Miss | None:
         x = reshaped(patch, product.x, (*rows.static_shape[:-1], inner))
         x = patch.add("Gather", [x, *op.inputs[1:]], op.attrs)
         x = reshaped(patch, x, (*after.static_shape[:-1], inner))
-        y = patch.add("MatMul", [x, patch.constant(product.weight, "weight")], MatMulAttrs())
-        return y if product.bias is None else patch.add("Add", [y, patch.constant(product.bias, "bias")])
+        return multiplied(patch, x, product.weight, product.bias)
 
     return Match((end, *([] if end is op else [op]), *views, *product.ops), build)
 

@@ -24,7 +24,6 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.rows_by_index import gather_by_one_index, rows_by_one_index
@@ -38,6 +37,7 @@ from optdnn.passes.support.facts import (
     shape_of,
     sizes_of,
 )
+from optdnn.passes.support.products import multiplied
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
@@ -344,8 +344,7 @@ def _multiplied(patch: Patch, term: _Term, matrix: Array, bias: Array | None) ->
     """The product of a term's channels."""
     rank = len(patch.type(term.value).dims)
     if term.axis == rank - 1:
-        y = patch.add("MatMul", [term.value, patch.constant(np.ascontiguousarray(matrix), "matrix")], MatMulAttrs())
-        return y if bias is None else patch.add("Add", [y, patch.constant(bias, "bias")])
+        return multiplied(patch, term.value, np.ascontiguousarray(matrix), bias)
     spatial = rank - 2
     filters = patch.constant(np.ascontiguousarray(matrix.T).reshape(*matrix.T.shape, *(1,) * spatial), "filters")
     more = [] if bias is None else [patch.constant(bias, "bias")]

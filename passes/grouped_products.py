@@ -18,7 +18,6 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import STAGE_KINDS
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
@@ -35,7 +34,7 @@ from optdnn.passes.support.lanes import (
     rows_in,
     taken,
 )
-from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
+from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, multiplied, plain_product
 from optdnn.passes.support.stacks import DEPTH, Forms, Part, part_of
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import TensorType, is_float
@@ -111,11 +110,11 @@ def products_of_one(graph: Graph, op: Op) -> Match | None:
     ends = activations or [p.ops[0] for p in products]
 
     def build(patch: Patch) -> None:
-        weight = patch.constant(np.concatenate([p.weight for p in products], -1), "weight")
-        y = patch.add("MatMul", [operand(op), weight], MatMulAttrs())
-        biases = [p.bias for p in products if p.bias is not None]
-        if biases:
-            y = patch.add("Add", [y, patch.constant(np.concatenate(biases), "bias")])
+        weight, biases = (
+            np.concatenate([p.weight for p in products], -1),
+            [p.bias for p in products if p.bias is not None],
+        )
+        y = multiplied(patch, operand(op), weight, np.concatenate(biases) if biases else None)
         if activations:
             y = patch.add(activations[0].kind, [y], activations[0].attrs)
         y = reshaped(patch, y, (*patch.type(y).static_shape[:-1], len(ends), products[0].matrix.shape[1]))

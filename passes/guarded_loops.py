@@ -50,12 +50,7 @@ def guarded_loop(graph: Graph, op: Op) -> Match | Miss | None:
     if any(may_fail(body, o) for o in inner if not begins or _depends(body, o, Value(body.inputs[0]), trips)):
         return Miss("computed values may end it, and an operator may fail after its end")
 
-    def build(patch: Patch) -> None:
-        for port, new in enumerate(_results(patch, op, given)):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), new)
-
-    return Match((op,), build)
+    return Match((op,), lambda patch: patch.replace_each(op.values, _results(patch, op, given)))
 
 
 def _depends(body: Graph, op: Op, number: Value, trips: int) -> bool:

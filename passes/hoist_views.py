@@ -6,8 +6,7 @@ product it merges with the first view. The other rules:
 
 - In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is added: the addition moves in front of the
   Transpose. So does an addition of rows to a transposed convolution.
-- A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor, even if the Reshape after it splits the
-  columns into heads.
+- A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor.
 - A Split of a joint projection moves in front of a Reshape, which would copy the whole projection.
 - A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows
   without a copy.
@@ -28,7 +27,6 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.ordered_sums import order_sum
@@ -41,16 +39,15 @@ from optdnn.passes.support.facts import (
     VIEWS,
     channels_from_last,
     channels_to_last,
-    in_shape,
     operand,
     producer,
-    reshape_target,
     reshaped,
     shape_of,
+    sizes_of,
 )
 from optdnn.passes.support.pattern import ConstantVar, Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix, multiplied
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
@@ -93,44 +90,13 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     view = view.reshape(shape) if op.kind != "Transpose" else view.transpose(op.attrs.perm)
     if (len(view.moves) > count and not is_added(graph, op)) or not view.expressible:
         return Miss(f"it does not merge with the views that {product.name} reads")
-    added = [*([] if matrix.bias is None else [matrix.bias]), *vectors]
 
     def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [view.add_to(patch), matrix.add_to(patch)], MatMulAttrs())
-        for vector in added:
-            y = patch.add("Add", [y, patch.constant(vector, "bias")])
-        return y
+        rows = view.add_to(patch)
+        assert rows is not None
+        return multiplied(patch, rows, matrix.add_to(patch), matrix.bias, *vectors)
 
     return Match((*ops, product), build)
-
-
-@rule("unflattened_rows", {"Reshape"})
-def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(reshape(x) @ W + b)`` is ``reshape(x @ W + b)`` if the outer Reshape restores x's leading axes and splits columns.
-
-    ONNX Runtime flattens the rows of products with a bias. The Reshape that restores them has merged with the one to heads.
-    """
-    product = producer(graph, operand(op), PRODUCTS, alone=True)
-    flat = None if product is None else producer(graph, product.inputs[0], {"Reshape"})
-    matrix = None if product is None or flat is None else constant_matrix(graph, product)
-    if product is None or flat is None or matrix is None:
-        return None
-    x, after, rows = shape_of(graph, operand(flat)), op.outputs[0].type.shape, shape_of(graph, flat.value)
-    if x is None or after is None or rows is None or len(x) <= len(rows) or x[-1] != rows[-1]:
-        return None
-    if len(after) <= len(x) or after[: len(x) - 1] != x[:-1]:
-        return Miss(f"it does not keep the leading axes of the operand of {product.name}")
-    columns = graph.type(product.value).dims[-1]
-    if reshape_target((*x[:-1], columns), after) is None:
-        return Miss("no constant target can express its sizes")
-
-    def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [operand(flat), matrix.add_to(patch)], MatMulAttrs())
-        if matrix.bias is not None:
-            y = patch.add("Add", [y, patch.constant(matrix.bias, "bias")])
-        return in_shape(patch, y, after)
-
-    return Match((op, product), build)
 
 
 def is_added(graph: Graph, op: Op) -> bool:
@@ -178,8 +144,8 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, transpose.value), reshape.outputs[0].type.shape
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, transpose.value), sizes_of(graph, reshape.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     axis = normalize_axis(op.attrs.axis, len(after))
     if before[: axis + 1] != after[: axis + 1]:
@@ -273,8 +239,8 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, transpose.value), shape_of(graph, op.value)
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, transpose.value), sizes_of(graph, op.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     if before[-1] != after[-1] or transpose.attrs.perm is None or transpose.attrs.perm[-1] != len(before) - 1:
         return Miss("the views do not keep its rows together")
@@ -287,7 +253,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         y = patch.add(op.kind, [transpose.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
-        return reshaped(patch, y, graph.type(op.value).static_shape)
+        return reshaped(patch, y, after)
 
     return Match((op, reshape), build)
 
@@ -330,8 +296,8 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     norm, user = producer(graph, operand(op), NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in PRODUCTS or user.inputs[0] != op.value:
         return None
-    before, after = shape_of(graph, norm.value), op.outputs[0].type.shape
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    before, after = sizes_of(graph, norm.value), sizes_of(graph, op.value)
+    if before is None or after is None:
         return Miss("its sizes are not known")
     if before[-1] != after[-1]:
         return Miss("it splits or joins rows")
@@ -344,7 +310,7 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"{back.name} restores the axes after {user.name}, so both reshapes can be removed instead")
 
     def build(patch: Patch) -> Value:
-        x = reshaped(patch, operand(norm), graph.type(op.value).static_shape)
+        x = reshaped(patch, operand(norm), after)
         return patch.add(norm.kind, [x, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
 
     return Match((op, norm), build)
@@ -379,8 +345,8 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
         norm = None if reshape is None else producer(graph, reshape.inputs[0], NORMS, alone=True)
         if reshape is None or norm is None or producer(graph, norm.inputs[0], {"Transpose"}) is None:
             continue
-        other, (before, after) = operand(op, 1 - slot), (shape_of(graph, v) for v in (norm.value, op.value))
-        if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        other, (before, after) = operand(op, 1 - slot), (sizes_of(graph, v) for v in (norm.value, op.value))
+        if before is None or after is None:
             return Miss("its sizes are not known")
         if before[-1] != after[-1] or shape_of(graph, other) != after or shape_of(graph, reshape.value) != after:
             return Miss("the other addend has rows of another shape")
@@ -398,7 +364,7 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
+        own_products, hoist_view, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
         norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, order_sum, ordered_columns,
         stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
-from optdnn.passes.rules.image_products import channel_attention, heads_of_image, pixels_of_image
+from optdnn.passes.rules.image_products import channel_attention, pixels_of_image
 from optdnn.passes.rules.plain_siblings import plain_sibling
 from optdnn.passes.rules.softmax_means import softmax_mean
 from optdnn.passes.rules.video_norms import video_norm
@@ -255,7 +255,6 @@ class ImageTokens(RulePass):
         activate_image,
         turned_units,
         channel_attention,
-        heads_of_image,
         pixels_of_image,
         gated_rows,
         softmax_mean,

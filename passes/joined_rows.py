@@ -17,11 +17,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, reshaped
-from optdnn.passes.support.products import PRODUCTS, ConstantMatrix, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, ConstantMatrix, constant_matrix, multiplied
 from optdnn.types import Array, normalize_axis
 
 ALIGNED = 8
@@ -55,11 +54,8 @@ def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
         for user, matrix in zip(users, matrices, strict=True):
             assert matrix is not None
             name = graph.output(user.value).name
-            weight = patch.constant(np.ascontiguousarray(matrix.array[rows]), f"{name}.weight")
-            y = patch.add("MatMul", [joined, weight], MatMulAttrs())
-            if matrix.bias is not None:
-                y = patch.add("Add", [y, patch.constant(matrix.bias, f"{name}.bias")])
-            patch.replace(user.value, y)
+            weight = np.ascontiguousarray(matrix.array[rows])
+            patch.replace(user.value, multiplied(patch, joined, weight, matrix.bias, name=f"{name}.weight"))
 
     return Match((op, *users), build)
 

@@ -90,8 +90,7 @@ def _split(patch: Patch, whole: Value, group: Sequence[Op], made: set[int]) -> N
     sizes = integers(patch, [items] * len(group), "sizes")  # type: ignore[list-item]
     split = patch.add_op("Split", [whole, sizes], SplitAttrs(0), outputs=len(group), names=[""] * len(group))
     made.add(split.id)
-    for port, one in enumerate(group):
-        patch.replace(one.value, Value(split.id, port))
+    patch.replace_each((one.value for one in group), split.values)
 
 
 def _key(graph: Graph, op: Op) -> Hashable:
@@ -193,8 +192,7 @@ def steps_of_items(graph: Graph, op: Op) -> Match | None:
 
     def build(patch: Patch) -> None:
         steps = reshaped(patch, whole.value, (len(op.outputs), *op.outputs[0].type.static_shape))
-        for port, part in enumerate(part_values(patch, steps, len(op.outputs))):
-            patch.replace(Value(op.id, port), part)
+        patch.replace_each(op.values, part_values(patch, steps, len(op.outputs)))
 
     return Match((op,), build)
 

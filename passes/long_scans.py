@@ -24,16 +24,9 @@ from optdnn.passes.unroll import TRIPS
 from optdnn.types import Array, is_float, show_shape
 
 
-@rule("long_scan", {"Scan"})
+@rule("long_scan", {"Loop", "Scan"})
 def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Scan over sequences of known length."""
-    steps = steps_of(graph, op, longer_than=TRIPS)
-    return _scanned(graph, op, steps) if isinstance(steps, LongSteps) else steps
-
-
-@rule("long_loop", {"Loop"})
-def long_loop(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop with a known trip count and no earlier end."""
+    """A Scan over sequences of known length, or a Loop with a known trip count and no earlier end."""
     steps = steps_of(graph, op, longer_than=TRIPS)
     return _scanned(graph, op, steps) if isinstance(steps, LongSteps) else steps
 
@@ -145,4 +138,4 @@ def _refused(
 
 class LongScans(RulePass):
     name = "long_scans"
-    rules = (long_scan, long_loop)
+    rules = (long_scan,)

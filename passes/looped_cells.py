@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from optdnn.errors import OptdnnError
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.passes.base import Match, Miss, Pass, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, Pass, PassContext, RulePass, rule
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
@@ -35,31 +35,27 @@ CLEAN: tuple[Pass, ...] = (
 """The passes that give a body the form in which cells are recognized."""
 
 
-class _LoopedCells(Rule):
+@rule("looped_cells", {"Loop", "Scan"})
+def looped_cells(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Loop or Scan of known length with the steps of at least one cell."""
-
-    name = "looped_cells"
-    kinds = frozenset({"Loop", "Scan"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        body: Graph = op.attrs.body.graph
-        if body.kinds().keys().isdisjoint({*PRODUCTS, "Einsum"}):
-            return None
-        given = steps_of(graph, op, longer_than=LEAST - 1)
-        if not isinstance(given, LongSteps):
-            return None  # the passes after this one tell why
-        steps = _with_constants(graph, given, context)
-        if isinstance(steps, Miss):
-            return steps
-        layers, why = _layers(steps)
-        if not layers:
-            return why
-        parts = divided(steps, layers)
-        if not parts.layers:
-            return Miss("the input of its cell depends on the step before it")
-        if not all(x.type.is_static for o in steps.operators() for x in o.outputs):
-            return Miss("sizes in its body are not known")
-        return in_parts(graph, op, parts, (*parts.before, *parts.after))
+    body: Graph = op.attrs.body.graph
+    if body.kinds().keys().isdisjoint({*PRODUCTS, "Einsum"}):
+        return None
+    given = steps_of(graph, op, longer_than=LEAST - 1)
+    if not isinstance(given, LongSteps):
+        return None  # the passes after this one tell why
+    steps = _with_constants(graph, given, context)
+    if isinstance(steps, Miss):
+        return steps
+    layers, why = _layers(steps)
+    if not layers:
+        return why
+    parts = divided(steps, layers)
+    if not parts.layers:
+        return Miss("the input of its cell depends on the step before it")
+    if not all(x.type.is_static for o in steps.operators() for x in o.outputs):
+        return Miss("sizes in its body are not known")
+    return in_parts(graph, op, parts, (*parts.before, *parts.after))
 
 
 def _layers(steps: LongSteps) -> tuple[dict[int, Layer], Miss | None]:
@@ -135,5 +131,5 @@ def _with_constants(graph: Graph, steps: LongSteps, context: PassContext) -> Lon
 
 class LoopedCells(RulePass):
     name = "looped_cells"
-    rules = (_LoopedCells(),)
+    rules = (looped_cells,)
     gpu_only = True  # the libraries of the CPU run loops

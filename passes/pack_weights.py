@@ -12,25 +12,22 @@ from collections.abc import Sequence
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.packed import PackedArrays, Reader, pack, packable
 
 
-class _Pack(Rule):
-    name = "pack_weights"
-    kinds = frozenset({"DequantizeLinear"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        found = packable(graph, op)
-        if found is None or isinstance(found, Miss):
-            return found
-        weights, scale = (graph.constant_value(operand(op, i)) for i in (0, 1))
-        assert weights is not None
-        assert scale is not None
-        arrays = pack(op, found, weights, scale, graph.constant_value(op.input(2)), context.kept)
-        covered = dict.fromkeys(o for reader in found.readers for o in (reader.op, *reader.path))
-        return Match((op, *covered), lambda patch: _rewrite(graph, op, found.readers, arrays, patch))
+@rule("pack_weights", {"DequantizeLinear"})
+def pack_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+    found = packable(graph, op)
+    if found is None or isinstance(found, Miss):
+        return found
+    weights, scale = (graph.constant_value(operand(op, i)) for i in (0, 1))
+    assert weights is not None
+    assert scale is not None
+    arrays = pack(op, found, weights, scale, graph.constant_value(op.input(2)), context.kept)
+    covered = dict.fromkeys(o for reader in found.readers for o in (reader.op, *reader.path))
+    return Match((op, *covered), lambda patch: _rewrite(graph, op, found.readers, arrays, patch))
 
 
 def _rewrite(graph: Graph, op: Op, readers: Sequence[Reader], arrays: PackedArrays, patch: Patch) -> None:
@@ -66,4 +63,4 @@ class PackWeights(RulePass):
     """Products with, and rows of, weights that stay packed."""
 
     name = "pack_weights"
-    rules = (_Pack(),)
+    rules = (pack_weights,)

@@ -18,11 +18,10 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gemm import MatMulAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer, shape_of
-from optdnn.passes.support.products import PlainProduct, plain_product
+from optdnn.passes.support.products import PlainProduct, multiplied, plain_product
 from optdnn.types import FP64, Array, is_float
 
 SUMS = frozenset({"Add", "Sub"})
@@ -87,82 +86,70 @@ def _positions(taps: range, among: range) -> slice:
     return slice(first, first + step * len(taps), step)
 
 
-class ParallelConvs(Rule):
+@rule("parallel_convs", SUMS)
+def parallel_convs(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Merges the terms of a sum that are convolutions of one value with constant weights, or this value itself, scaled or not."""
+    if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None:
+        return None
+    if _inside(graph, op):
+        return None
+    terms, sums = _terms(graph, op)
+    convs = [c for t in terms if (c := _convolution(graph, t)) is not None]
+    found = [_together(graph, terms, base) for base in convs]
+    best = max(found, key=len, default=[])
+    if sum(bool(b.ops) for _, b in best) < 2:  # small weights beside ones lose digits: a residual connection stays one
+        shared = len({c.x for c in convs}) < len(convs)
+        return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
+    if "8" in context.precision:
+        return Miss(f"in 8 bits, the sum of the branches' weights of {op.name} is less accurate than each branch")
+    merged = _sum_of(convs[found.index(best)], [b for _, b in best])
+    if isinstance(merged, Miss):
+        return merged
+    weight, bias, attrs = merged
+    used = {t.value for t, _ in best}
+    rest = [t for t in terms if t.value not in used]
+    ops = (*sums, *(o for _, b in best for o in b.ops))
 
-    name = "parallel_convs"
-    kinds = SUMS
+    def build(patch: Patch) -> Value:
+        more = [patch.constant(bias, "bias")] if bias.any() else []
+        total = patch.add("Conv", [best[0][1].x, patch.constant(weight, "weight"), *more], attrs)
+        for term in rest:
+            total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
+        return total
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None:
-            return None
-        if _inside(graph, op):
-            return None
-        terms, sums = _terms(graph, op)
-        convs = [c for t in terms if (c := _convolution(graph, t)) is not None]
-        found = [_together(graph, terms, base) for base in convs]
-        best = max(found, key=len, default=[])
-        if (
-            sum(bool(b.ops) for _, b in best) < 2
-        ):  # small weights beside ones lose digits: a residual connection stays one
-            shared = len({c.x for c in convs}) < len(convs)
-            return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
-        if "8" in context.precision:
-            return Miss(f"in 8 bits, the sum of the branches' weights of {op.name} is less accurate than each branch")
-        merged = _sum_of(convs[found.index(best)], [b for _, b in best])
-        if isinstance(merged, Miss):
-            return merged
-        weight, bias, attrs = merged
-        used = {t.value for t, _ in best}
-        rest = [t for t in terms if t.value not in used]
-        ops = (*sums, *(o for _, b in best for o in b.ops))
-
-        def build(patch: Patch) -> Value:
-            more = [patch.constant(bias, "bias")] if bias.any() else []
-            total = patch.add("Conv", [best[0][1].x, patch.constant(weight, "weight"), *more], attrs)
-            for term in rest:
-                total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
-            return total
-
-        return Match(ops, build)
+    return Match(ops, build)
 
 
-class ParallelProducts(Rule):
+@rule("parallel_products", SUMS)
+def parallel_products(graph: Graph, op: Op) -> Match | Miss | None:
     """Merges the terms of a sum that are products of one value with constant matrices, or with two matrices in turn."""
+    if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None or _inside(graph, op):
+        return None
+    terms, sums = _terms(graph, op)
+    found = [(t, p, _factorized(graph, p)) for t in terms if (p := _product(graph, t.value)) is not None]
+    groups = [
+        [(t, p if p.x == x else wide) for t, p, wide in found if p.x == x or (wide is not None and wide.x == x)]
+        for x in dict.fromkeys(p.x for _, p, _ in found)
+    ]
+    best = [(t, p) for t, p in max(groups, key=len, default=[]) if p is not None]
+    if len(best) < 2:
+        return None
+    dtype, shape = op.outputs[0].type.dtype, best[0][1].weight.shape
+    weight = round_to(np.asarray(sum(t.sign * p.weight.astype(FP64) for t, p in best)), dtype)
+    shifts = [t.sign * p.bias.astype(FP64) for t, p in best if p.bias is not None]
+    bias = round_to(np.broadcast_to(sum(shifts), shape[1:]), dtype) if shifts else None
+    if weight is None or (shifts and bias is None):
+        return Miss(f"the sum of the matrices of {op.name} would overflow {dtype}")
+    used = {t.value for t, _ in best}
 
-    name = "parallel_products"
-    kinds = SUMS
+    def build(patch: Patch) -> Value:
+        total = multiplied(patch, best[0][1].x, weight, bias)
+        for term in terms:
+            if term.value not in used:
+                total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
+        return total
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None or _inside(graph, op):
-            return None
-        terms, sums = _terms(graph, op)
-        found = [(t, p, _factorized(graph, p)) for t in terms if (p := _product(graph, t.value)) is not None]
-        groups = [
-            [(t, p if p.x == x else wide) for t, p, wide in found if p.x == x or (wide is not None and wide.x == x)]
-            for x in dict.fromkeys(p.x for _, p, _ in found)
-        ]
-        best = [(t, p) for t, p in max(groups, key=len, default=[]) if p is not None]
-        if len(best) < 2:
-            return None
-        dtype, shape = op.outputs[0].type.dtype, best[0][1].weight.shape
-        weight = round_to(np.asarray(sum(t.sign * p.weight.astype(FP64) for t, p in best)), dtype)
-        shifts = [t.sign * p.bias.astype(FP64) for t, p in best if p.bias is not None]
-        bias = round_to(np.broadcast_to(sum(shifts), shape[1:]), dtype) if shifts else None
-        if weight is None or (shifts and bias is None):
-            return Miss(f"the sum of the matrices of {op.name} would overflow {dtype}")
-        used = {t.value for t, _ in best}
-
-        def build(patch: Patch) -> Value:
-            total = patch.add("MatMul", [best[0][1].x, patch.constant(weight, "weight")], MatMulAttrs())
-            if bias is not None:
-                total = patch.add("Add", [total, patch.constant(bias, "bias")])
-            for term in terms:
-                if term.value not in used:
-                    total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
-            return total
-
-        return Match((*sums, *(o for _, p in best for o in p.ops)), build)
+    return Match((*sums, *(o for _, p in best for o in p.ops)), build)
 
 
 def _product(graph: Graph, value: Value) -> PlainProduct | None:

@@ -73,12 +73,7 @@ def parallel_loop(graph: Graph, op: Op) -> Match | Miss | None:
     if (why := refusal(body, ops, trips if isinstance(trips, int) else 1)) is not None:
         return Miss(why)
 
-    def build(patch: Patch) -> None:
-        for port, new in enumerate(_results(patch, op, found)):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), new)
-
-    return Match((op,), build)
+    return Match((op,), lambda patch: patch.replace_each(op.values, _results(patch, op, found)))
 
 
 def _appended(graph: Graph, op: Op) -> tuple[Value, ...] | None:

@@ -32,12 +32,7 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
     if (why := refusal(body, body.order(), trips)) is not None:
         return Miss(why)
 
-    def build(patch: Patch) -> None:
-        for port, new in enumerate(_results(patch, op, trips)):
-            if graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), new)
-
-    return Match((op,), build)
+    return Match((op,), lambda patch: patch.replace_each(op.values, _results(patch, op, trips)))
 
 
 def _source(body: Graph, output: int) -> Value | None:

@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS, conv, weights_of
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.parts import PARTS, span
@@ -37,44 +37,40 @@ class Term:
     takers: dict[int, Op] = field(default_factory=dict)
 
 
-class PartialSum(Rule):
+@rule("partial_sum", {"Concat"})
+def partial_sum(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Concat of parts of two tensors, some of them added, becomes the sum of both tensors with zeros elsewhere."""
+    if len(op.outputs[0].type.dims) != 4 or normalize_axis(op.attrs.axis, 4) != 1:
+        return None
+    if not all(v is not None and graph.type(v).is_static for v in op.inputs):
+        return None
+    additions = [a for v in op.inputs if (a := producer(graph, v, {"Add"}, alone=True)) is not None]
+    terms = _terms(graph, op, {a.id for a in additions}) if additions else None
+    if terms is None:
+        return None
+    convolutions = [_convolution(graph, term) for term in terms]
+    if not any(convolutions):
+        return Miss("neither tensor comes from a convolution with constant weights and no other reader")
+    if context.precision not in PRECISIONS:
+        return Miss(f"products with zeros are not for {context.precision}")
+    for term, convolution in zip(terms, convolutions, strict=True):
+        channels = graph.type(term.source).static_shape[1]
+        if convolution is None and not _in_order(term.rows, channels):
+            return Miss(f"the channels of {graph.op(term.source).name} go to several ranges")
+        if convolution is not None and len(term.rows) > MOST_FILTERS * channels:
+            return Miss(f"{convolution.name} would have more than {MOST_FILTERS} times as many filters")
+    covered = {x.id: x for x in (op, *additions, *(c for c in convolutions if c))}
+    for term, convolution in zip(terms, convolutions, strict=True):
+        covered |= term.takers if convolution is not None else {}
 
-    name = "partial_sum"
-    kinds = frozenset({"Concat"})
+    def build(patch: Patch) -> Value:
+        sides = [
+            _padded(patch, term) if convolution is None else _spread(graph, patch, convolution, term.rows)
+            for term, convolution in zip(terms, convolutions, strict=True)
+        ]
+        return patch.add("Add", sides)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if len(op.outputs[0].type.dims) != 4 or normalize_axis(op.attrs.axis, 4) != 1:
-            return None
-        if not all(v is not None and graph.type(v).is_static for v in op.inputs):
-            return None
-        additions = [a for v in op.inputs if (a := producer(graph, v, {"Add"}, alone=True)) is not None]
-        terms = _terms(graph, op, {a.id for a in additions}) if additions else None
-        if terms is None:
-            return None
-        convolutions = [_convolution(graph, term) for term in terms]
-        if not any(convolutions):
-            return Miss("neither tensor comes from a convolution with constant weights and no other reader")
-        if context.precision not in PRECISIONS:
-            return Miss(f"products with zeros are not for {context.precision}")
-        for term, convolution in zip(terms, convolutions, strict=True):
-            channels = graph.type(term.source).static_shape[1]
-            if convolution is None and not _in_order(term.rows, channels):
-                return Miss(f"the channels of {graph.op(term.source).name} go to several ranges")
-            if convolution is not None and len(term.rows) > MOST_FILTERS * channels:
-                return Miss(f"{convolution.name} would have more than {MOST_FILTERS} times as many filters")
-        covered = {x.id: x for x in (op, *additions, *(c for c in convolutions if c))}
-        for term, convolution in zip(terms, convolutions, strict=True):
-            covered |= term.takers if convolution is not None else {}
-
-        def build(patch: Patch) -> Value:
-            sides = [
-                _padded(patch, term) if convolution is None else _spread(graph, patch, convolution, term.rows)
-                for term, convolution in zip(terms, convolutions, strict=True)
-            ]
-            return patch.add("Add", sides)
-
-        return Match(tuple(covered.values()), build)
+    return Match(tuple(covered.values()), build)
 
 
 def _terms(graph: Graph, op: Op, additions: set[int]) -> list[Term] | None:
@@ -159,4 +155,4 @@ def _padded(patch: Patch, term: Term) -> Value:
 
 class PartialSums(RulePass):
     name = "partial_sums"
-    rules = (PartialSum(),)
+    rules = (partial_sum,)

@@ -23,6 +23,7 @@ from optdnn.ops.quantized import QuantizedConvAttrs, RequantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.products import multiplied
 from optdnn.types import Array, Shape
 
 LEAST = 32
@@ -61,9 +62,7 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         image = patch.add("Pad", [x, integers(patch, pads, "patches.pads")], PadAttrs()) if any(pads) else x
-        rows = _rows(patch, image, *targets)
-        y = patch.add("MatMul", [rows, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
-        return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
+        return multiplied(patch, _rows(patch, image, *targets), _matrix(weight), bias)
 
     return Match((op, *turns), build, turns[-1].value)
 

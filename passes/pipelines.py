@@ -73,7 +73,6 @@ from optdnn.passes.mixed_filters import MixedFilters
 from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.one_float import OneFloat
 from optdnn.passes.ordered_sums import OrderedSums
-from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_channels import PadChannels
 from optdnn.passes.pad_heads import PadHeads
@@ -269,8 +268,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
-    SmallProducts(),  # after SharedMatrices, attention and rotary embeddings, which look for products
-    OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
+    SmallProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
     FuseConvBn(),  # again: views that are gone stood between products and scales per channel (LayerScale after attention)
     JoinedTables(),  # when no views remain between the rows and their Concat; before passes on gathers

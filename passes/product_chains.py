@@ -18,11 +18,17 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.checks import elements
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, sizes_of
 from optdnn.passes.support.linear import LINEAR
-from optdnn.passes.support.products import PRODUCTS, ConstantMatrix, PlainProduct, constant_matrix, plain_product
+from optdnn.passes.support.products import (
+    PRODUCTS,
+    ConstantMatrix,
+    PlainProduct,
+    constant_matrix,
+    multiplied,
+    plain_product,
+)
 from optdnn.types import Array
 
 MORE_MULTIPLICATIONS = 10_000_000
@@ -66,11 +72,8 @@ def _one_product(patch: Patch, first: PlainProduct, second: ConstantMatrix) -> V
     shifts: list[Array] = [] if second.bias is None else [second.bias.astype(np.float64)]
     if first.bias is not None:
         shifts.append(first.bias.astype(np.float64) @ wide)
-    y = patch.add("MatMul", [first.x, patch.constant(matrix, "chain.weight")], MatMulAttrs())
-    if shifts:
-        bias = np.broadcast_to(sum(shifts), matrix.shape[1:]).astype(dtype)
-        y = patch.add("Add", [y, patch.constant(bias, "chain.bias")])
-    return y
+    bias = np.broadcast_to(sum(shifts), matrix.shape[1:]).astype(dtype) if shifts else None
+    return multiplied(patch, first.x, matrix, bias)
 
 
 def _why_slower(graph: Graph, op: Op, first: PlainProduct, second: ConstantMatrix) -> str | None:

@@ -14,10 +14,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, shape_of
+from optdnn.passes.support.facts import in_shape, ints, operand, producer, shape_of, split_along
 
 MOST = 4
 """Most groups of a sum: a kernel reads as many tensors at once."""
@@ -33,9 +32,7 @@ class _Groups:
 
     def parts(self, patch: Patch, x: Value) -> list[Value]:
         """The groups of a tensor with the channels of ``whole``."""
-        sizes = integers(patch, [patch.type(x).static_shape[1] // self.count] * self.count, "groups")
-        split = patch.add_op("Split", [x, sizes], SplitAttrs(1), outputs=self.count)
-        return [Value(split.id, port) for port in range(self.count)]
+        return split_along(patch, x, 1, [patch.type(x).static_shape[1] // self.count] * self.count)
 
 
 def _sums_groups(graph: Graph, op: Op) -> bool:

@@ -23,7 +23,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.outer_products import outer_product
+from optdnn.passes.small_products import outer_product
 from optdnn.passes.support.facts import (
     RESHAPES,
     in_shape,

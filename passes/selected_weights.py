@@ -16,7 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 from optdnn.passes.support.selected_matrices import read_in_place, selection
@@ -26,41 +26,35 @@ MOST = 128
 number, the copies do not. Copying an element takes as long as some 500 multiplications."""
 
 
-class SelectsWeights(Rule):
+@rule("selected_weights", {"MatMul"})
+def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``W[index of row] @ row`` or ``row @ W[index of row]``, with a constant stack of matrices W: a product and a GatherND."""
+    found = selection(graph, op)
+    if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    slot, pick, many, count = found.slot, found.pick, found.many, found.rows
+    width, size, rows = found.width, found.size, operand(op, 1 - found.slot)
+    if not isinstance(count, int):
+        return Miss("the number of rows is not known")
+    if count < many:
+        return Miss(f"there are more matrices ({many}) than rows ({count})")
+    if many > min(MOST, size):
+        return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")
+    if read_in_place(found, context) and 2 * count * width * size <= LAUNCH_BYTES:
+        return Miss("one launch reads the matrices of all rows in place")
+    once, times, between = _repeated(graph, rows, size)
+    different = count // times
 
-    name = "selected_weights"
-    kinds = frozenset({"MatMul"})
+    def build(patch: Patch) -> Value:
+        perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
+        stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
+        line = reshaped(patch, stack, (size, many * width))
+        products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
+        index = reshaped(patch, operand(pick, 1), (different, times, 1))
+        own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
+        return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        found = selection(graph, op)
-        if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
-            return None
-        slot, pick, many, count = found.slot, found.pick, found.many, found.rows
-        width, size, rows = found.width, found.size, operand(op, 1 - found.slot)
-        if not isinstance(count, int):
-            return Miss("the number of rows is not known")
-        if count < many:
-            return Miss(f"there are more matrices ({many}) than rows ({count})")
-        if many > min(MOST, size):
-            return Miss(
-                f"products of each row with all {many} matrices would take longer than copying one matrix per row"
-            )
-        if read_in_place(found, context) and 2 * count * width * size <= LAUNCH_BYTES:
-            return Miss("one launch reads the matrices of all rows in place")
-        once, times, between = _repeated(graph, rows, size)
-        different = count // times
-
-        def build(patch: Patch) -> Value:
-            perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
-            stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
-            line = reshaped(patch, stack, (size, many * width))
-            products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
-            index = reshaped(patch, operand(pick, 1), (different, times, 1))
-            own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
-            return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
-
-        return Match((op, pick, *between), build)
+    return Match((op, pick, *between), build)
 
 
 def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
@@ -79,4 +73,4 @@ def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[O
 
 class SelectedWeights(RulePass):
     name = "selected_weights"
-    rules = (SelectsWeights(),)
+    rules = (selected_weights,)

@@ -8,7 +8,6 @@ and zeros. Volumes of products are different: :mod:`optdnn.passes.window_sums`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.crops import starts, zeros_before
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer
+from optdnn.passes.support.parts import longest_run
 from optdnn.types import Array, normalize_axis
 
 FEWEST = 4
@@ -49,7 +49,7 @@ def shifted_stack(graph: Graph, op: Op) -> Match | Miss | None:
     if not t.is_static or len(op.inputs) < FEWEST:
         return None
     axis = normalize_axis(op.attrs.axis, len(t.dims))
-    start, planes = _longest_run([_plane(graph, v, axis) for v in op.inputs])
+    start, planes = longest_run([_plane(graph, v, axis) for v in op.inputs], lambda plane: plane.source)
     if sum(plane.padded for plane in planes) < FEWEST or 0 in graph.type(planes[0].source).dims:
         return None
     moved = [k for k in range(len(t.dims) - 1) if any(plane.shift[k] for plane in planes)]
@@ -72,18 +72,6 @@ def shifted_stack(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add("Concat", [*op.inputs[:start], y, *op.inputs[start + len(planes) :]], op.attrs)
 
     return Match((op, *(o for plane in planes for o in plane.ops)), build)
-
-
-def _longest_run(found: Sequence[Plane | None]) -> tuple[int, list[Plane]]:
-    """The longest run of planes of one source: the index of its first part, and the planes."""
-    best: tuple[int, list[Plane]] = (0, [])
-    at = 0
-    for _, group in itertools.groupby(found, lambda plane: None if plane is None else plane.source):
-        own = list(group)
-        run = [plane for plane in own if plane is not None]
-        best = (at, run) if len(run) > len(best[1]) else best
-        at += len(own)
-    return best
 
 
 def _plane(graph: Graph, part: Value | None, axis: int) -> Plane | None:

@@ -18,10 +18,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import SplitAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, integers, operand
+from optdnn.passes.support.facts import bytes_of, operand, split_along
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
 
 LEAST_GATES = 3
@@ -38,40 +37,34 @@ class Gate:
     product: PlainProduct
 
 
-class SiblingGates(Rule):
+@rule("sibling_gates", PRODUCTS)
+def sibling_gates(graph: Graph, op: Op) -> Match | Miss | None:
     """At least three products of one value, whose results have one type and meet in pointwise arithmetic, become one."""
+    x = operand(op)
+    products = [u for u in graph.users(x) if u.kind in PRODUCTS and u.inputs[0] == x]
+    if len(products) < LEAST_GATES or products[0].id != op.id:
+        return None
+    found = [gate for u in products if (gate := _gate(graph, u)) is not None]
+    gates = _meeting(graph, found)
+    if len(gates) < LEAST_GATES:
+        return Miss(f"fewer than {LEAST_GATES} products of this value meet in pointwise arithmetic")
+    dims = graph.type(gates[0].value).dims
+    width = dims[-1]
+    if not isinstance(width, int) or width % ALIGNED:
+        return Miss(f"their columns are no multiple of {ALIGNED}, so that the parts could not be read in place")
+    moved = 2 * sum(bytes_of(graph, g.value) for g in gates)
+    saved = (len(gates) - LEAST_GATES + 1) * LAUNCH_BYTES
+    if moved > saved:
+        return Miss(
+            f"the results would be stored ({moved / 1e6:.1f} MB) to save launches that take as long as {saved / 1e6:.1f} MB"
+        )
 
-    name = "sibling_gates"
-    kinds = PRODUCTS
+    def build(patch: Patch) -> None:
+        whole = _joined(patch, x, gates, len(dims))
+        parts = split_along(patch, whole, len(dims) - 1, [width] * len(gates))
+        patch.replace_each((gate.value for gate in gates), parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = operand(op)
-        products = [u for u in graph.users(x) if u.kind in PRODUCTS and u.inputs[0] == x]
-        if len(products) < LEAST_GATES or products[0].id != op.id:
-            return None
-        found = [gate for u in products if (gate := _gate(graph, u)) is not None]
-        gates = _meeting(graph, found)
-        if len(gates) < LEAST_GATES:
-            return Miss(f"fewer than {LEAST_GATES} products of this value meet in pointwise arithmetic")
-        dims = graph.type(gates[0].value).dims
-        width = dims[-1]
-        if not isinstance(width, int) or width % ALIGNED:
-            return Miss(f"their columns are no multiple of {ALIGNED}, so that the parts could not be read in place")
-        moved = 2 * sum(bytes_of(graph, g.value) for g in gates)
-        saved = (len(gates) - LEAST_GATES + 1) * LAUNCH_BYTES
-        if moved > saved:
-            return Miss(
-                f"the results would be stored ({moved / 1e6:.1f} MB) to save launches that take as long as {saved / 1e6:.1f} MB"
-            )
-
-        def build(patch: Patch) -> None:
-            whole = _joined(patch, x, gates, len(dims))
-            sizes = integers(patch, [width] * len(gates), "sizes")
-            split = patch.add_op("Split", [whole, sizes], SplitAttrs(len(dims) - 1), outputs=len(gates))
-            for port, gate in enumerate(gates):
-                patch.replace(gate.value, Value(split.id, port))
-
-        return Match(tuple(o for g in gates for o in g.product.ops), build)
+    return Match(tuple(o for g in gates for o in g.product.ops), build)
 
 
 def _gate(graph: Graph, op: Op) -> Gate | None:
@@ -133,4 +126,4 @@ class GatesOfSiblings(RulePass):
     """Products of one value whose results meet in pointwise arithmetic become one product, and a Split after it."""
 
     name = "sibling_gates"
-    rules = (SiblingGates(),)
+    rules = (sibling_gates,)

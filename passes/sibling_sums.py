@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, integers, operand, producer
+from optdnn.passes.support.facts import bytes_of, operand, producer, split_along
 from optdnn.passes.support.siblings import Family, Member, joined, member_of
 from optdnn.types import normalize_axis
 
@@ -28,94 +28,80 @@ Sum = tuple[Op, Op, Op]
 """An Add and the two convolutions that it adds, in the order of the family's values."""
 
 
-class SiblingSums(Rule):
+@rule("sibling_sums", {"Add"})
+def sibling_sums(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """At least three sums of two convolutions, of the same two values and of equal geometry, become one."""
+    left, right = (_convolution(graph, v) for v in op.inputs)
+    if left is None or right is None or operand(left) == operand(right):
+        return None
+    sums = _sums(graph, operand(left), operand(right))
+    if len(sums) < LEAST_SUMS:
+        return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of these two values")
+    pairs = [(s, member_of(graph, s[1]), member_of(graph, s[2])) for s in sums]
+    mine = next((a, b) for s, a, b in pairs if s[0].id == op.id)
+    refusal = next((m for m in mine if isinstance(m, str)), None)
+    if refusal is not None:
+        return Miss(refusal)
+    alike = [(s, a, b) for s, a, b in pairs if _keys(a, b) == _keys(*mine)]
+    lefts = tuple(a for _, a, _ in alike if isinstance(a, Member))
+    rights = tuple(b for _, _, b in alike if isinstance(b, Member))
+    if len(alike) < LEAST_SUMS:
+        return Miss(f"fewer than {LEAST_SUMS} of the sums have this geometry and type")
+    adds = [s[0] for s, _, _ in alike]
+    read = bytes_of(graph, operand(left)) + bytes_of(graph, operand(right))
+    saved = (len(adds) - 1) * (read + LAUNCH_BYTES)
+    moved = 2 * sum(bytes_of(graph, a.value) for a in adds)
+    if moved > saved:
+        return Miss(
+            f"the sums would be stored ({moved / 1e6:.1f} MB) to save {saved / 1e6:.1f} MB of reading and launching"
+        )
 
-    name = "sibling_sums"
-    kinds = frozenset({"Add"})
+    def build(patch: Patch) -> None:
+        terms = [joined(graph, patch, operand(of[0].op), Family(of, 1, None), context.kept) for of in (lefts, rights)]
+        total = patch.add("Add", terms, name=f"{op.outputs[0].name}.siblings")
+        parts = split_along(patch, total, 1, [m.width for m in lefts], f"{op.outputs[0].name}.siblings.sizes")
+        patch.replace_each((add.value for add in adds), parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        left, right = (_convolution(graph, v) for v in op.inputs)
-        if left is None or right is None or operand(left) == operand(right):
-            return None
-        sums = _sums(graph, operand(left), operand(right))
-        if len(sums) < LEAST_SUMS:
-            return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of these two values")
-        pairs = [(s, member_of(graph, s[1]), member_of(graph, s[2])) for s in sums]
-        mine = next((a, b) for s, a, b in pairs if s[0].id == op.id)
-        refusal = next((m for m in mine if isinstance(m, str)), None)
-        if refusal is not None:
-            return Miss(refusal)
-        alike = [(s, a, b) for s, a, b in pairs if _keys(a, b) == _keys(*mine)]
-        lefts = tuple(a for _, a, _ in alike if isinstance(a, Member))
-        rights = tuple(b for _, _, b in alike if isinstance(b, Member))
-        if len(alike) < LEAST_SUMS:
-            return Miss(f"fewer than {LEAST_SUMS} of the sums have this geometry and type")
-        adds = [s[0] for s, _, _ in alike]
-        read = bytes_of(graph, operand(left)) + bytes_of(graph, operand(right))
-        saved = (len(adds) - 1) * (read + LAUNCH_BYTES)
-        moved = 2 * sum(bytes_of(graph, a.value) for a in adds)
-        if moved > saved:
-            return Miss(
-                f"the sums would be stored ({moved / 1e6:.1f} MB) to save {saved / 1e6:.1f} MB of reading and launching"
-            )
-
-        def build(patch: Patch) -> None:
-            terms = [
-                joined(graph, patch, operand(of[0].op), Family(of, 1, None), context.kept) for of in (lefts, rights)
-            ]
-            total = patch.add("Add", terms, name=f"{op.outputs[0].name}.siblings")
-            sizes = integers(patch, [m.width for m in lefts], f"{op.outputs[0].name}.siblings.sizes")
-            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(adds))
-            for port, add in enumerate(adds):
-                patch.replace(add.value, Value(split.id, port))
-
-        covered = (op, *(a for a in adds if a.id != op.id), *(m.op for m in (*lefts, *rights)))
-        return Match(covered, build)
+    covered = (op, *(a for a in adds if a.id != op.id), *(m.op for m in (*lefts, *rights)))
+    return Match(covered, build)
 
 
-class SumsOfSteps(Rule):
+@rule("sibling_sums_of_steps", {"Add"})
+def sibling_sums_of_steps(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """At least three sums of a convolution of one value, and an entry of another tensor, become one.
 
     The other tensors have one shape, and all sums take their entries at one place."""
+    mine = _step(graph, op)
+    if mine is None:
+        return None
+    users = graph.users(operand(mine.conv))
+    adds = [add for user in users if user.kind == "Conv" and (add := graph.sole_user(user.value)) is not None]
+    steps = [step for add in adds if (step := _step(graph, add)) is not None and step.place == mine.place]
+    members = [(step, member_of(graph, step.conv)) for step in steps]
+    own = next(member for step, member in members if step.add.id == op.id)
+    if isinstance(own, str):
+        return Miss(own)
+    alike = [(step, m) for step, m in members if isinstance(m, Member) and m.key == own.key]
+    if len(alike) < LEAST_SUMS:
+        return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of this value to entries of other tensors")
+    axis = _channels(graph, mine)
+    if axis is None:
+        return Miss("the entries are taken along their channels")
+    read, summed = bytes_of(graph, operand(mine.conv)), sum(bytes_of(graph, step.add.value) for step, _ in alike)
+    if (moved := 4 * summed) > (saved := (len(alike) - 1) * (read + LAUNCH_BYTES)):
+        return Miss(f"{moved / 1e6:.1f} MB would be moved to save {saved / 1e6:.1f} MB of reading and launching")
 
-    name = "sibling_sums_of_steps"
-    kinds = frozenset({"Add"})
+    def build(patch: Patch) -> None:
+        family = tuple(m for _, m in alike)
+        made = joined(graph, patch, operand(mine.conv), Family(family, 1, None), context.kept)
+        whole = patch.add("Concat", [operand(step.part) for step, _ in alike], ConcatAttrs(axis))
+        entry = patch.add("Gather", [whole, mine.part.inputs[1]], mine.part.attrs)
+        total = patch.add("Add", [made, entry], name=f"{op.outputs[0].name}.siblings")
+        parts = split_along(patch, total, 1, [m.width for m in family], f"{op.outputs[0].name}.siblings.sizes")
+        patch.replace_each((step.add.value for step, _ in alike), parts)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        mine = _step(graph, op)
-        if mine is None:
-            return None
-        users = graph.users(operand(mine.conv))
-        adds = [add for user in users if user.kind == "Conv" and (add := graph.sole_user(user.value)) is not None]
-        steps = [step for add in adds if (step := _step(graph, add)) is not None and step.place == mine.place]
-        members = [(step, member_of(graph, step.conv)) for step in steps]
-        own = next(member for step, member in members if step.add.id == op.id)
-        if isinstance(own, str):
-            return Miss(own)
-        alike = [(step, m) for step, m in members if isinstance(m, Member) and m.key == own.key]
-        if len(alike) < LEAST_SUMS:
-            return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of this value to entries of other tensors")
-        axis = _channels(graph, mine)
-        if axis is None:
-            return Miss("the entries are taken along their channels")
-        read, summed = bytes_of(graph, operand(mine.conv)), sum(bytes_of(graph, step.add.value) for step, _ in alike)
-        if (moved := 4 * summed) > (saved := (len(alike) - 1) * (read + LAUNCH_BYTES)):
-            return Miss(f"{moved / 1e6:.1f} MB would be moved to save {saved / 1e6:.1f} MB of reading and launching")
-
-        def build(patch: Patch) -> None:
-            family = tuple(m for _, m in alike)
-            made = joined(graph, patch, operand(mine.conv), Family(family, 1, None), context.kept)
-            whole = patch.add("Concat", [operand(step.part) for step, _ in alike], ConcatAttrs(axis))
-            entry = patch.add("Gather", [whole, mine.part.inputs[1]], mine.part.attrs)
-            total = patch.add("Add", [made, entry], name=f"{op.outputs[0].name}.siblings")
-            sizes = integers(patch, [m.width for m in family], f"{op.outputs[0].name}.siblings.sizes")
-            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(alike))
-            for port, (step, _) in enumerate(alike):
-                patch.replace(step.add.value, Value(split.id, port))
-
-        others = (o for step, _ in alike for o in (step.add, step.conv, step.part) if o.id != op.id)
-        return Match((op, *others), build)
+    others = (o for step, _ in alike for o in (step.add, step.conv, step.part) if o.id != op.id)
+    return Match((op, *others), build)
 
 
 @dataclass(frozen=True)
@@ -177,4 +163,4 @@ def _keys(a: Member | str, b: Member | str) -> tuple[object, object]:
 
 class SumsOfSiblings(RulePass):
     name = "sibling_sums"
-    rules = (SiblingSums(), SumsOfSteps())
+    rules = (sibling_sums, sibling_sums_of_steps)

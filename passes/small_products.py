@@ -1,4 +1,8 @@
-"""Products of computed matrices with very few rows and columns are multiplications and a sum.
+"""Products of one term, and of computed matrices with very few rows and columns, are multiplications, the latter with a sum.
+
+Outer products of two vectors and projections of single numbers have one term: ``x @ y`` with one column in x and one row in y is
+``x * y``, broadcast. As products they would take a launch of their own, and copies to pad their factors; as multiplications they
+join the pointwise work around them.
 
 Rotations and poses are such matrices: 2 x 2 in rotary embeddings (SAM 2's exports), 3 x 3 in networks of proteins, 4 x 4 in bodies
 (SMPL: Loper et al., 2015) and cameras (BEVFormer: Li et al., 2022), one or more for each point. Tensor cores would multiply tiles
@@ -27,9 +31,23 @@ MOST_ELEMENTS = 1 << 17
 """Most elements of the result. For more of them, the conversions of a sum in 16 bits take longer than its launch saves."""
 
 
+@rule("outer_product", {"MatMul"})
+def outer_product(graph: Graph, op: Op) -> Match | None:
+    """Takes plain products of one term: epilogues are fused later."""
+    shapes = [shape_of(graph, operand(op, slot)) for slot in (0, 1)]
+    if op.attrs.epilogue or op.attrs.prologue or any(shape is None or len(shape) < 2 for shape in shapes):
+        return None
+    left, right = (shape or () for shape in shapes)
+    if left[-1] != 1 or right[-2] != 1:
+        return None
+    return Match((op,), lambda patch: patch.add("Mul", [operand(op, 0), operand(op, 1)]))
+
+
 @rule("small_product", {"MatMul"})
 def small_product(graph: Graph, op: Op) -> Match | Miss | None:
-    """Takes plain products of two computed operands, or of a constant matrix per item: those with one matrix are layers."""
+    """Takes plain products of several terms: of two computed operands, or of a constant matrix per item.
+
+    Those with one matrix are layers."""
     shapes = [shape_of(graph, operand(op, slot)) for slot in (0, 1)]
     if op.attrs.epilogue or op.attrs.prologue or not is_float(op.outputs[0].type.dtype):
         return None
@@ -74,4 +92,4 @@ def _sum(patch: Patch, x: Value, axis: int, *, keep: bool) -> Value:
 
 class SmallProducts(RulePass):
     name = "small_products"
-    rules = (small_product,)
+    rules = (small_product, outer_product)

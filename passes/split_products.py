@@ -16,12 +16,11 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import is_depthwise, operand, sliced
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.paths import value_before
-from optdnn.passes.support.products import plain_product
+from optdnn.passes.support.products import multiplied, plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.target_name import HOPPER, TargetName
 
@@ -49,10 +48,8 @@ def split_product(graph: Graph, op: Op) -> Match | Miss | None:
         for part, columns in ((first, slice(None, cut)), (second, slice(cut, None))):
             name = graph.output(part).name
             weight = np.ascontiguousarray(found.weight[:, columns])
-            y = patch.add("MatMul", [found.x, patch.constant(weight, f"{name}.weight")], MatMulAttrs())
-            if found.bias is not None:
-                y = patch.add("Add", [y, patch.constant(found.bias[columns], f"{name}.bias")])
-            patch.replace(part, y)
+            bias = None if found.bias is None else found.bias[columns]
+            patch.replace(part, multiplied(patch, found.x, weight, bias, name=f"{name}.weight"))
 
     return Match((*parts.splitting(graph), *found.ops), build)
 

@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS
 from optdnn.passes.support.facts import NORMS, exchange_last, operand, producer, with_rank
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
@@ -41,45 +41,41 @@ class Chain:
     base: Value
 
 
-class TokenProduct(Rule):
+@rule("token_product", {"Transpose"})
+def token_product(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Products with a constant matrix, and stages around them, between two Transposes that exchange the last two axes.
 
     Instead of the first Transpose there may be a Reshape that flattens an image, whose channels are last in memory.
     """
+    chain = _chain(graph, op) if _exchanges(op) else None
+    if chain is None or not any(x.kind == "MatMul" for x in chain.ops):
+        return None
+    first = producer(graph, chain.base, {"Transpose"})
+    if first is None and not _is_image(graph, chain.base):
+        return None
+    if first is None and not _reads_alone(graph, chain):
+        return Miss(f"{graph.output(chain.base).name}, whose tokens are last, has other readers")
+    if first is not None and not _exchanges(first):
+        return Miss(f"{first.name} does not exchange the last two axes")
+    if first is not None and not _has_rows(graph, operand(first), _DEPTH):
+        return Miss("its operand may be stored with the tokens last")
+    channels, tokens = graph.type(chain.base).dims[-2:]
+    if any(isinstance(n, int) and n < least for n, least in ((channels, LEAST_CHANNELS), (tokens, LEAST_TOKENS))):
+        return Miss(f"{tokens} tokens of {channels} channels do not fill a tile")
+    machine = TargetName.parse(context.target)
+    if context.precision not in PRECISIONS:
+        return Miss(f"there is no kernel for products from the left in {context.precision}")
+    if not machine.on_gpu or (machine.arch or HOPPER) != HOPPER:
+        return Miss(f"only Hopper has a kernel for products from the left, {context.target} has none")
+    alone = first is not None and graph.sole_user(first.value) is not None
+    turns = [op, *([first] if first is not None and alone else [])]
 
-    name = "token_product"
-    kinds = frozenset({"Transpose"})
+    def build(patch: Patch) -> Value:
+        exchange = TransposeAttrs(op.attrs.perm)
+        x = patch.add("Transpose", [chain.base], exchange) if first is None else operand(first)
+        return _from_left(graph, context, chain, x, turns, patch)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        chain = _chain(graph, op) if _exchanges(op) else None
-        if chain is None or not any(x.kind == "MatMul" for x in chain.ops):
-            return None
-        first = producer(graph, chain.base, {"Transpose"})
-        if first is None and not _is_image(graph, chain.base):
-            return None
-        if first is None and not _reads_alone(graph, chain):
-            return Miss(f"{graph.output(chain.base).name}, whose tokens are last, has other readers")
-        if first is not None and not _exchanges(first):
-            return Miss(f"{first.name} does not exchange the last two axes")
-        if first is not None and not _has_rows(graph, operand(first), _DEPTH):
-            return Miss("its operand may be stored with the tokens last")
-        channels, tokens = graph.type(chain.base).dims[-2:]
-        if any(isinstance(n, int) and n < least for n, least in ((channels, LEAST_CHANNELS), (tokens, LEAST_TOKENS))):
-            return Miss(f"{tokens} tokens of {channels} channels do not fill a tile")
-        machine = TargetName.parse(context.target)
-        if context.precision not in PRECISIONS:
-            return Miss(f"there is no kernel for products from the left in {context.precision}")
-        if not machine.on_gpu or (machine.arch or HOPPER) != HOPPER:
-            return Miss(f"only Hopper has a kernel for products from the left, {context.target} has none")
-        alone = first is not None and graph.sole_user(first.value) is not None
-        turns = [op, *([first] if first is not None and alone else [])]
-
-        def build(patch: Patch) -> Value:
-            exchange = TransposeAttrs(op.attrs.perm)
-            x = patch.add("Transpose", [chain.base], exchange) if first is None else operand(first)
-            return _from_left(graph, context, chain, x, turns, patch)
-
-        return Match((*turns, *chain.ops), build)
+    return Match((*turns, *chain.ops), build)
 
 
 def _exchanges(op: Op) -> bool:
@@ -163,4 +159,4 @@ def _exchanged(array: Array) -> Array:
 
 class TokenProducts(RulePass):
     name = "token_products"
-    rules = (TokenProduct(),)
+    rules = (token_product,)

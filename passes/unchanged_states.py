@@ -44,10 +44,9 @@ def unchanged_states(graph: Graph, op: Op) -> Match | None:
         names = [op.outputs[k].name for k in left]
         attrs = replace(op.attrs, body=inner, **changed)
         made = patch.add_op(op.kind, given, attrs, names=names, outputs=len(left)) if left else None
-        for k in range(len(op.outputs)):
-            if graph.uses(Value(op.id, k)):
-                new = operand(op, first + k) if k in ports or made is None else Value(made.id, left.index(k))
-                patch.replace(Value(op.id, k), new)
+        kept = iter(() if made is None else made.values)
+        results = [operand(op, first + k) if k in ports else next(kept) for k in range(len(op.outputs))]
+        patch.replace_each(op.values, results)
 
     return Match((op,), build)
 

@@ -19,7 +19,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import operand
 from optdnn.target_name import TargetName
 from optdnn.types import BF16, DTYPES, FP16, Array, bits_of, dtype_name
@@ -55,21 +55,18 @@ _DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12])
 """Twice the numbers of fp4 (e2m1) without their signs, in the order of their codes."""
 
 
-class _Widen(Rule):
-    name = "fp4_as_integers"
-    kinds = frozenset({"PackedMatMul"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not context.on_gpu or op.attrs.code != "fp4_e2m1":
-            return None
-        attrs = replace(op.attrs, code="uint8", block_rows=1)
-        if why_unpacked(graph, replace(op, attrs=attrs), context.target) is not None:
-            return None  # the other rule says why
-        scales = graph.constant_value(op.inputs[2])
-        assert scales is not None
-        if ((half := scales * scales.dtype.type(0.5)) * 2 != scales).any():
-            return None  # a scale is too small: the other rule takes the product
-        return Match((op,), lambda patch: _widened(graph, op, attrs, half, patch))
+@rule("fp4_as_integers", {"PackedMatMul"})
+def fp4_as_integers(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+    if not context.on_gpu or op.attrs.code != "fp4_e2m1":
+        return None
+    attrs = replace(op.attrs, code="uint8", block_rows=1)
+    if why_unpacked(graph, replace(op, attrs=attrs), context.target) is not None:
+        return None  # the other rule says why
+    scales = graph.constant_value(op.inputs[2])
+    assert scales is not None
+    if ((half := scales * scales.dtype.type(0.5)) * 2 != scales).any():
+        return None  # a scale is too small: the other rule takes the product
+    return Match((op,), lambda patch: _widened(graph, op, attrs, half, patch))
 
 
 def _widened(graph: Graph, op: Op, attrs: PackedMatMulAttrs, scales: Array, patch: Patch) -> Value:
@@ -84,16 +81,13 @@ def _widened(graph: Graph, op: Op, attrs: PackedMatMulAttrs, scales: Array, patc
     return patch.add("PackedMatMul", [op.inputs[0], *constants, *op.inputs[3:]], attrs)
 
 
-class _Unpack(Rule):
-    name = "unpack_weights"
-    kinds = frozenset({"PackedMatMul"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not context.on_gpu or why_unpacked(graph, op, context.target) is None:
-            return None
-        if op.attrs.prologue or not all(graph.type(v).is_static for v in op.inputs[1:3] if v is not None):
-            return Miss("it holds stages before the product, or weights of unknown sizes")
-        return Match((op,), lambda patch: _unpacked(graph, op, patch))
+@rule("unpack_weights", {"PackedMatMul"})
+def unpack_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+    if not context.on_gpu or why_unpacked(graph, op, context.target) is None:
+        return None
+    if op.attrs.prologue or not all(graph.type(v).is_static for v in op.inputs[1:3] if v is not None):
+        return Miss("it holds stages before the product, or weights of unknown sizes")
+    return Match((op,), lambda patch: _unpacked(graph, op, patch))
 
 
 def _unpacked(graph: Graph, op: Op, patch: Patch) -> Value:
@@ -135,4 +129,4 @@ class UnpackWeights(RulePass):
     """Ordinary products with weights that are made floats at run time; weights of fp4 as integers of 8 bits."""
 
     name = "unpack_weights"
-    rules = (_Widen(), _Unpack())
+    rules = (fp4_as_integers, unpack_weights)

@@ -50,13 +50,7 @@ SURE_OF_NONE = frozenset(
 
 def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
     """A match that covers only ``op``. ``build`` returns the new values of its results."""
-
-    def replace_all(patch: Patch) -> None:
-        for port, new in zip(range(len(op.outputs)), build(patch), strict=False):
-            if patch.graph.uses(Value(op.id, port)):
-                patch.replace(Value(op.id, port), new)
-
-    return Match((op,), replace_all)
+    return Match((op,), lambda patch: patch.replace_each(op.values, build(patch)))
 
 
 @rule("unroll_loop", {"Loop"})

@@ -13,10 +13,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, shape_of
-from optdnn.passes.support.products import PRODUCTS
+from optdnn.passes.support.products import PRODUCTS, multiplied
 from optdnn.types import Array, is_float
 
 COLUMNS = 8
@@ -51,9 +50,7 @@ def vector_products(graph: Graph, op: Op) -> Match | Miss | None:
     axis = len(graph.type(x).dims) - 1
 
     def build(patch: Patch) -> None:
-        y = patch.add("MatMul", [source, patch.constant(weights, "vectors")], MatMulAttrs())
-        if bias is not None:
-            y = patch.add("Add", [y, patch.constant(bias, "bias")])
+        y = multiplied(patch, source, weights, bias)
         for k, member in enumerate(members):
             column = patch.constant(np.array(k, np.int64), "column")
             patch.replace(member.value, patch.add("Gather", [y, column], GatherAttrs(axis)))

@@ -31,7 +31,7 @@ from optdnn.passes.support.facts import (
     reshaped,
 )
 from optdnn.passes.support.image_views import is_image, read_as_image
-from optdnn.passes.support.parts_of_axes import Chain, chain_of
+from optdnn.passes.support.parts_of_axes import chain_along, chain_of, one_turn
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array
 
@@ -61,31 +61,22 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     reader = graph.sole_user(op.value)
     after = reader if reader is not None and reader.kind in RESHAPES else None
-    end = op if after is None else after
-    one, two = first.outputs[0].type.static_shape, middle.outputs[0].type.static_shape
-    parts = _parts(one, two)
-    if parts is None:
-        views = [o for o in (before, first, middle, op, after) if o is not None]
+    views = [o for o in (before, first, middle, op, after) if o is not None]
+    chain = chain_along(graph, operand(first), [first, middle, op])
+    if chain is None:
         return _rows_in_order(graph, x, views) or Miss("the axes before and after its Reshape have no common parts")
-    back = [first.attrs.perm.index(i) for i in range(len(one))]
-    given = [p for j in back for p in _groups(one, parts)[j]]
-    joined = _groups(two, parts)
-    copied = any(given.index(q) != given.index(p) + 1 for axis in joined for p, q in pairwise(axis))
+    copied = any(q != p + 1 for axis in chain.axes[2] for p, q in pairwise(axis))
     if not copied and before is None:
         return None  # the chain makes one copy at most
-    taken = [p for j in op.attrs.perm for p in joined[j]]
-    runs = _runs(given, taken, _starts(graph.type(x).static_shape, [parts[p] for p in given]))
-    order = sorted(runs, key=lambda run: taken.index(run[0]))
-    kept = (1,) if graph.type(x).dims[:1] == (1,) else ()  # the batch stays in front
-    sizes = (*kept, *(math.prod(parts[p] for p in run) for run in runs))
-    perm = (*range(len(kept)), *(runs.index(run) + len(kept) for run in order))
+    sizes, perm = one_turn(chain.sizes, chain.parts, chain.taken, _starts(graph.type(x).static_shape, chain.sizes))
+    if graph.type(x).dims[:1] == (1,):  # the batch stays in front
+        sizes, perm = (1, *sizes), (0, *(p + 1 for p in perm))
 
     def build(patch: Patch) -> Value:
         turned = patch.add("Transpose", [_in_shape(patch, x, sizes)], TransposeAttrs(perm))
-        return _in_shape(patch, turned, end.outputs[0].type.static_shape)
+        return _in_shape(patch, turned, views[-1].outputs[0].type.static_shape)
 
-    covered = [o for o in (end, op, middle, first, before) if o is not None]
-    return Match(tuple(dict.fromkeys(covered)), build)
+    return Match(tuple(reversed(views)), build)
 
 
 def _rows_in_order(graph: Graph, x: Value, views: Sequence[Op]) -> Match | None:
@@ -148,14 +139,14 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
     last, turns = channels_to_last(len(chain.axes[0])), sum(perm is not None for perm in chain.moves)
     if chain.moves[0] == last or not is_image(graph, chain.base):
         return None
-    shapes, taken = chain.shapes(chain.sizes), [p for axis in chain.axes[-1] for p in axis]
-    if taken == sorted(taken):
+    shapes, taken = chain.shapes(chain.sizes), chain.taken
+    if taken == chain.parts:
         return Match((op,), lambda patch: _in_shape(patch, chain.base, shapes[-1]))
     if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
         return None  # `image_to_tokens` knows chains of one Transpose
     given = [p for axis in last for p in chain.axes[0][axis]]
-    pixel = given.index(chain.axes[0][1][0])  # there may be gaps between pixels
-    sizes, perm = _one_turn(chain, given, taken, {0, pixel})
+    pixel = chain.axes[0][1][0]  # there may be gaps between pixels
+    sizes, perm = one_turn(chain.sizes, given, taken, {given[0], pixel})
 
     def build(patch: Patch) -> Value:
         rows = patch.add("Transpose", [chain.base], TransposeAttrs(last))
@@ -173,11 +164,10 @@ def chain_to_image(graph: Graph, op: Op) -> Match | None:
     back = channels_from_last(len(image))
     if chain.moves[-1] == back or not read_as_image(graph, op.value) or is_image(graph, chain.base):
         return None
-    given = [p for axis in chain.axes[0] for p in axis]
     taken = [p for axis in channels_to_last(len(image)) for p in chain.axes[-1][axis]]
-    if not chain.axes[-1][1] or given[-1] != taken[-1]:
+    if not chain.axes[-1][1] or chain.parts[-1] != taken[-1]:
         return None
-    sizes, perm = _one_turn(chain, given, taken, {given.index(axis[0]) for axis in chain.axes[0] if axis})
+    sizes, perm = one_turn(chain.sizes, chain.parts, taken, {axis[0] for axis in chain.axes[0] if axis})
     shape = chain.shapes(chain.sizes)[-1]
     pixels = [shape[axis] for axis in channels_to_last(len(image))]
 
@@ -188,56 +178,15 @@ def chain_to_image(graph: Graph, op: Op) -> Match | None:
     return Match((op,), build)
 
 
-def _one_turn(
-    chain: Chain, given: Sequence[int], taken: Sequence[int], starts: set[int]
-) -> tuple[list[int], tuple[int, ...]]:
-    """The Reshape and the Transpose that bring the parts ``given`` into the order of ``taken``; ``starts`` as in :func:`_runs`."""
-    runs = _runs(given, taken, starts)
-    order = sorted(runs, key=lambda run: taken.index(run[0]))
-    return [math.prod(chain.sizes[p] for p in run) for run in runs], tuple(runs.index(run) for run in order)
-
-
 def _in_shape(patch: Patch, x: Value, shape: Sequence[int]) -> Value:
     """``x`` in this shape, with a Reshape only if it has another one."""
     return x if patch.type(x).dims == tuple(shape) else reshaped(patch, x, tuple(shape))
 
 
-def _parts(one: Shape, two: Shape) -> Shape | None:
-    """The coarsest common split of two shapes: sizes whose products give the axes of both, in row-major order. None without one."""
-    ends = sorted({math.prod(shape[i:]) for shape in (one, two) for i in range(len(shape) + 1)}, reverse=True)
-    if any(a % b for a, b in pairwise(ends)):
-        return None
-    return tuple(a // b for a, b in pairwise(ends))
-
-
-def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
-    """The numbers of the parts that make up each axis; an axis of size 1 has none."""
-    found, at = list[list[int]](), 0
-    for size in shape:
-        own: list[int] = []
-        while math.prod(parts[p] for p in own) < size:
-            own.append(at)
-            at += 1
-        found.append(own)
-    return found
-
-
 def _starts(shape: Shape, sizes: Sequence[int]) -> set[int]:
-    """The numbers of the parts at which an axis of ``shape`` begins."""
+    """The numbers of the parts at which an axis of ``shape`` begins. ``sizes``: of all parts, in order."""
     axes = {math.prod(shape[i:]) for i in range(len(shape))}
     return {i for i in range(len(sizes)) if math.prod(sizes[i:]) in axes}
-
-
-def _runs(given: Sequence[int], taken: Sequence[int], starts: set[int]) -> list[list[int]]:
-    """``given`` in runs that are also consecutive in ``taken``. Each of ``starts`` begins a run: there may be gaps between axes."""
-    runs: list[list[int]] = []
-    for i, p in enumerate(given):
-        together = i not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1
-        if together:
-            runs[-1].append(p)
-        else:
-            runs.append([p])
-    return runs
 
 
 @rule("pad_before_view", {"Pad"})

@@ -25,6 +25,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.crops import starts, zeros_before
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.passes.support.parts import longest_run
 from optdnn.types import Array, normalize_axis
 
 SUMS = frozenset({"ReduceMean", "ReduceSum"})
@@ -70,7 +71,7 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     axis = normalize_axis(op.attrs.axis, rank)
     start, run = max(
-        (_longest_run([_shift(graph, v, axis, slot) for v in op.inputs]) for slot in (0, 1)),
+        (longest_run([_shift(graph, v, axis, slot) for v in op.inputs], _kind) for slot in (0, 1)),
         key=lambda found: len(found[1]),
     )
     end = start + len(run)
@@ -193,16 +194,9 @@ def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op
     return value, tuple(begin), moves
 
 
-def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
-    """The longest run of parts that differ only in their shifts: the index of its first part, and the parts."""
-    best: tuple[int, list[Shift]] = (0, [])
-    at = 0
-    for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind, s.split)):
-        own = list(group)
-        run = [s for s in own if s is not None]
-        best = (at, run) if len(run) > len(best[1]) else best
-        at += len(own)
-    return best
+def _kind(shift: Shift) -> tuple[object, ...]:
+    """What parts that differ only in their shifts have in common."""
+    return shift.other, shift.source, shift.kind, shift.split
 
 
 def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:

@@ -121,6 +121,12 @@ class Patch:
         """Make every user of ``old`` read ``new``; ``new`` takes over the name if a new op computes it."""
         self._replaced[old] = new
 
+    def replace_each(self, old: Iterable[Value], new: Iterable[Value]) -> None:
+        """:meth:`replace` for each of the values that is read, by the one at its place in ``new``, which may have further ones."""
+        for before, after in zip(old, new, strict=False):
+            if self.graph.uses(before):
+                self.replace(before, after)
+
     def apply(self) -> Applied:
         """Check, then change the graph."""
         for old, new in self._replaced.items():

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import VIEWS, integers, ints, operand, producer, zeros_around
+from optdnn.passes.support.facts import VIEWS, integers, operand, producer, slice_limits, zeros_around
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.regions import Region, backward, boxed, forward, region, viewed
 from optdnn.types import normalize_axis
@@ -116,9 +116,13 @@ def part_of_pad(graph: Graph, op: Op) -> Match | None:
     zeros = None if pad is None else zeros_around(graph, pad)
     if pad is None or zeros is None or not pad.outputs[0].type.is_static:
         return None
-    taken, steps = _ranges(graph, op, pad.outputs[0].type.static_shape)
-    if taken is None or any(step != 1 for step in steps):
+    limits = slice_limits(graph, op)
+    if limits is None or any(step != 1 for *_, step in limits):
         return None
+    whole = pad.outputs[0].type.static_shape
+    taken = [(0, n) for n in whole]
+    for axis, begin, end, _ in limits:
+        taken[axis] = slice(begin, end).indices(whole[axis])[:2]
     sizes = [int(d) for d in graph.type(operand(pad)).static_shape]
     rank = len(sizes)
     own = [(begin - zeros[k], end - zeros[k]) for k, (begin, end) in enumerate(taken)]
@@ -136,19 +140,6 @@ def part_of_pad(graph: Graph, op: Op) -> Match | None:
         return patch.add("Pad", [x, integers(patch, around, "pads")], PadAttrs()) if any(around) else x
 
     return Match((op, pad), build)
-
-
-def _ranges(graph: Graph, op: Op, dims: Sequence[int]) -> tuple[list[tuple[int, int]] | None, Sequence[int]]:
-    """Begin and end of a Slice along each axis, and its steps; no ranges if they are not constant."""
-    starts, ends = (ints(graph, op.input(i)) for i in (1, 2))
-    axes = tuple(range(len(starts or ()))) if op.input(3) is None else ints(graph, op.input(3))
-    steps = (1,) * len(starts or ()) if op.input(4) is None else ints(graph, op.input(4))
-    if starts is None or ends is None or axes is None or steps is None:
-        return None, ()
-    found = [(0, int(n)) for n in dims]
-    for begin, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        found[axis] = slice(begin, end, step).indices(int(dims[axis]))[:2]
-    return found, steps
 
 
 @rule("part_of_zeros", {"Pad"})

@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.bag_bodies import iterated, part_of, part_of_a_list, takes_rows, trips_of, value_outside
 from optdnn.passes.support.bag_products import OpenBags, product_of_bags, refuse_product
 from optdnn.passes.support.bag_segments import or_zeros, segments_of_bags
@@ -34,27 +34,23 @@ class _Bags:
     open: OpenBags | None = None
 
 
-class LoopOfChosenBags(Rule):
+@rule("loop_of_chosen_bags", {"Loop"})
+def loop_of_chosen_bags(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Loop whose iterations reduce a run of gathered rows, or give zeros."""
-
-    name = "loop_of_chosen_bags"
-    kinds = frozenset({"Loop"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        trips = trips_of(graph, op)
-        body = op.attrs.body.graph
-        choice = None if trips is None else producer(body, operand(body.op(body.outputs[1])), {"If"})
-        bag = None if choice is None else chosen_bag(body, choice)
-        if trips is None or bag is None:
-            return None
-        found = _of_all_iterations(graph, op, bag, trips)
-        if found is None:
-            return Miss("its bags are not in the order of their bounds")
-        build = _reduction(graph, found, context)
-        if isinstance(build, Miss):
-            return build
-        shape = op.outputs[0].type.static_shape
-        return Match((op,), lambda patch: patch.replace(op.value, reshaped(patch, build(patch), shape)))
+    trips = trips_of(graph, op)
+    body = op.attrs.body.graph
+    choice = None if trips is None else producer(body, operand(body.op(body.outputs[1])), {"If"})
+    bag = None if choice is None else chosen_bag(body, choice)
+    if trips is None or bag is None:
+        return None
+    found = _of_all_iterations(graph, op, bag, trips)
+    if found is None:
+        return Miss("its bags are not in the order of their bounds")
+    build = _reduction(graph, found, context)
+    if isinstance(build, Miss):
+        return build
+    shape = op.outputs[0].type.static_shape
+    return Match((op,), lambda patch: patch.replace(op.value, reshaped(patch, build(patch), shape)))
 
 
 def _of_all_iterations(graph: Graph, op: Op, bag: ChosenBag, trips: int) -> _Bags | None:
@@ -90,39 +86,35 @@ def _first_element(graph: Graph, op: Op, value: Value, trips: int) -> tuple[Valu
     return source, first if consecutive else None
 
 
-class ConcatOfGivenBags(Rule):
+@rule("concat_of_given_bags", {"Concat"})
+def concat_of_given_bags(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """The bags of a loop that the importer unrolled.
 
     The exporter writes the last one of several means or maxima in another way (:class:`OpenBags`)."""
+    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
+        return None
+    found = itertools.takewhile(lambda b: b is not None, (_given_bag(graph, v) for v in op.inputs))
+    choices = [b for b in found if b is not None]
+    if len(choices) < 2:
+        return None
+    *closed, last = (bag for _, bag in choices)
+    first, bags, trips = closed[0], [*closed[1:], last], len(choices)
+    if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
+        return Miss("its parts reduce different values")
+    if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags, 1)):
+        return Miss("its bags are not in the order of their bounds")
+    if any(b.open is not None for b in closed):
+        return Miss("a bag before its last one has an end of its own")
+    written = None if last.open is None else OpenBags(last.open.count, np.arange(trips) == trips - 1)
+    build = _reduction(graph, replace(first, trips=trips, open=written), context)
+    if isinstance(build, Miss):
+        return build
 
-    name = "concat_of_given_bags"
-    kinds = frozenset({"Concat"})
+    def joined(patch: Patch) -> Value:
+        y = build(patch)
+        return y if trips == len(op.inputs) else patch.add("Concat", [y, *op.inputs[trips:]], op.attrs)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
-            return None
-        found = itertools.takewhile(lambda b: b is not None, (_given_bag(graph, v) for v in op.inputs))
-        choices = [b for b in found if b is not None]
-        if len(choices) < 2:
-            return None
-        *closed, last = (bag for _, bag in choices)
-        first, bags, trips = closed[0], [*closed[1:], last], len(choices)
-        if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
-            return Miss("its parts reduce different values")
-        if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags, 1)):
-            return Miss("its bags are not in the order of their bounds")
-        if any(b.open is not None for b in closed):
-            return Miss("a bag before its last one has an end of its own")
-        written = None if last.open is None else OpenBags(last.open.count, np.arange(trips) == trips - 1)
-        build = _reduction(graph, replace(first, trips=trips, open=written), context)
-        if isinstance(build, Miss):
-            return build
-
-        def joined(patch: Patch) -> Value:
-            y = build(patch)
-            return y if trips == len(op.inputs) else patch.add("Concat", [y, *op.inputs[trips:]], op.attrs)
-
-        return Match((op, *(choice for choice, _ in choices)), joined)
+    return Match((op, *(choice for choice, _ in choices)), joined)
 
 
 def _given_bag(graph: Graph, value: Value | None) -> tuple[Op, _Bags] | None:

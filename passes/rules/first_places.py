@@ -12,25 +12,25 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, sliced
+from optdnn.passes.support.facts import integers, operand, slice_limits, sliced
 from optdnn.passes.support.places import MOST_PLACES, ones_of, places_of, total_of
 from optdnn.passes.support.rows import chosen_by
-from optdnn.types import normalize_axis
 
 
 @rule("first_places", {"Slice"})
 def first_places(graph: Graph, op: Op) -> Match | Miss | None:
     """A Slice of the first places that a NonZero of a vector lists, or of the rows that a Gather takes from there."""
-    starts, ends, axes = (ints(graph, op.input(slot)) for slot in (1, 2, 3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
+    limits = slice_limits(graph, op)
     rows = graph.op(operand(op))
     gather = rows if rows.kind == "Gather" else None
     places = operand(op) if gather is None else operand(gather, 1)
     chooser = chosen_by(graph, places) if len(graph.type(places).dims) == 1 else None
-    if chooser is None or starts != (0,) or ends is None or ends[0] <= 0 or axes is None or steps != (1,):
+    if chooser is None or limits is None or len(limits) != 1:
+        return None
+    ((axis, start, end, step),) = limits
+    if start != 0 or end <= 0 or step != 1:
         return None
     (size,) = graph.type(operand(chooser)).dims
-    axis = normalize_axis(axes[0], len(op.outputs[0].type.dims))
     if not isinstance(size, int) or size == 0 or (gather is not None and gather.attrs.axis != axis):
         return None
     if gather is not None and bounds(graph.type(operand(gather)).dims[axis])[0] < size:
@@ -39,7 +39,7 @@ def first_places(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(
             f"it lists the places of {size} elements; a scan of more than {MOST_PLACES} takes longer than the CPU"
         )
-    most = min(ends[0], size)
+    most = min(end, size)
 
     def build(patch: Patch) -> Value:
         ones = ones_of(patch, operand(chooser))
@@ -47,7 +47,7 @@ def first_places(graph: Graph, op: Op) -> Match | Miss | None:
         if gather is not None:
             first = patch.add("Gather", [operand(gather), first], gather.attrs, src=gather.src)
         number = patch.add("Shape", [chooser.value], ShapeAttrs(1, 2))
-        end = patch.add("Min", [number, integers(patch, [most], "most")])
-        return patch.add("Slice", [first, integers(patch, [0], "start"), end, integers(patch, [axis], "axis")])
+        last = patch.add("Min", [number, integers(patch, [most], "most")])
+        return patch.add("Slice", [first, integers(patch, [0], "start"), last, integers(patch, [axis], "axis")])
 
     return Match((op, *([] if gather is None else [gather])), build)

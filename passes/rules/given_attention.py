@@ -53,8 +53,7 @@ def given_mask(graph: Graph, op: Op) -> Match | Miss | None:
             given = patch.add("Where", [mask, shown, patch.constant(np.asarray(-np.inf, dtype), "hidden")])
         inputs = [*op.inputs[:_MASK], given, *op.inputs[_MASK + 1 :]]
         made = patch.add_op("Attention", inputs, attrs or op.attrs, outputs=len(op.outputs))
-        for port in range(len(op.outputs)):
-            patch.replace(Value(op.id, port), Value(made.id, port))
+        patch.replace_each(op.values, made.values)
 
     return Match((op,), build)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.bag_bodies import (
     cut_of,
     known_table,
@@ -43,41 +43,37 @@ class _GivenBags:
     ends: Value
 
 
-class LoopOfGivenBags(Rule):
+@rule("loop_of_given_bags", {"Loop"})
+def loop_of_given_bags(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Loop whose iterations reduce the rows that a run of indices selects. The bounds of the runs are computed."""
+    trips = trips_of(graph, op)
+    bags = None if trips is None else _given_bags(graph, op, trips)
+    if trips is None or bags is None:
+        return None
+    table = table_of(graph, op, bags.gather)
+    if table is None:
+        return None
+    known = known_table(graph, table)
+    (count,) = graph.type(bags.listed).static_shape
+    bounds = _one_list(graph, bags, trips) if context.on_gpu else None
+    if bounds is None and (reason := refuse_product(known, bags.reduce.kind, trips, count)) is not None:
+        return Miss(reason)
+    result = op.outputs[0].type
+    if not result.is_static or not is_float(result.dtype):
+        return Miss("its table has no floats, or its sizes are not known")
 
-    name = "loop_of_given_bags"
-    kinds = frozenset({"Loop"})
+    def build(patch: Patch) -> None:
+        source = patch.constant(table, "table") if isinstance(table, np.ndarray) else table
+        if bounds is not None:
+            listed, first = bounds
+            limits = part_of(patch, listed, first, trips + 1, graph.type(listed).static_shape[0])
+            total = segments_of_bags(patch, source, bags.listed, bags.weights, limits, bags.reduce.kind)
+        else:
+            rows = patch.add("Gather", [source, bags.listed], bags.gather.attrs)
+            total = product_of_bags(patch, rows, bags.weights, (bags.starts, bags.ends), bags.reduce.kind, trips)
+        patch.replace(op.value, reshaped(patch, total, result.static_shape))
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        trips = trips_of(graph, op)
-        bags = None if trips is None else _given_bags(graph, op, trips)
-        if trips is None or bags is None:
-            return None
-        table = table_of(graph, op, bags.gather)
-        if table is None:
-            return None
-        known = known_table(graph, table)
-        (count,) = graph.type(bags.listed).static_shape
-        bounds = _one_list(graph, bags, trips) if context.on_gpu else None
-        if bounds is None and (reason := refuse_product(known, bags.reduce.kind, trips, count)) is not None:
-            return Miss(reason)
-        result = op.outputs[0].type
-        if not result.is_static or not is_float(result.dtype):
-            return Miss("its table has no floats, or its sizes are not known")
-
-        def build(patch: Patch) -> None:
-            source = patch.constant(table, "table") if isinstance(table, np.ndarray) else table
-            if bounds is not None:
-                listed, first = bounds
-                limits = part_of(patch, listed, first, trips + 1, graph.type(listed).static_shape[0])
-                total = segments_of_bags(patch, source, bags.listed, bags.weights, limits, bags.reduce.kind)
-            else:
-                rows = patch.add("Gather", [source, bags.listed], bags.gather.attrs)
-                total = product_of_bags(patch, rows, bags.weights, (bags.starts, bags.ends), bags.reduce.kind, trips)
-            patch.replace(op.value, reshaped(patch, total, result.static_shape))
-
-        return Match((op,), build)
+    return Match((op,), build)
 
 
 def _one_list(graph: Graph, bags: _GivenBags, trips: int) -> tuple[Value, int] | None:

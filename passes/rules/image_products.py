@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
@@ -26,7 +24,7 @@ from optdnn.passes.support.image_views import (
     read_as_image,
     rows_of_pixels,
 )
-from optdnn.types import Shape, normalize_axis
+from optdnn.types import normalize_axis
 
 
 @rule("channel_attention", {"Attention"})
@@ -43,7 +41,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
     if not read_as_image(graph, back.value):
         return Miss("no operator on images reads it")
     reshapes = [flat for flat in flats if flat is not None]
-    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in reshapes}
+    targets = {f.id: reshape_target(*rows_of_pixels(graph, f)) for f in reshapes}
     target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))
     if target is None or None in targets.values():
         return INEXPRESSIBLE
@@ -63,38 +61,15 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, back, *{o.id: o for o in (*norms, *reshapes)}.values()), build)
 
 
-@rule("heads_of_image", {"MatMul"})
-def heads_of_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product reads an image as (B, heads, C / heads, H * W), like the keys of VITS (Kim et al., 2021): a view of its tokens."""
-    flats = {k: flat for k in (0, 1) if (flat := _of_channels(graph, operand(op, k))) and flat.value == op.inputs[k]}
-    return _on_tokens(graph, op, flats, _rows_of_tokens, (0, 2, 3, 1))
-
-
 @rule("pixels_of_image", {"MatMul"})
 def pixels_of_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product reads an image as (B, C, H * W): a view of its tokens.
+    """A product reads an image as (B, C, H * W), or as (B, heads, C / heads, H * W): a view of its tokens.
 
-    The masks of queries are such products (MaskFormer: Cheng et al., 2021)."""
-    flats = {k: flat for k in (0, 1) if (flat := producer(graph, op.input(k), RESHAPES)) is not None}
-    flats = {
-        k: flat for k, flat in flats.items() if len(flat.outputs[0].type.shape or ()) == 3 and is_flat(graph, flat)
-    }
-    return _on_tokens(graph, op, flats, rows_of_pixels, (0, 2, 1))
-
-
-def _on_tokens(
-    graph: Graph,
-    op: Op,
-    flats: Mapping[int, Op],
-    shapes: Callable[[Graph, Op], tuple[Shape, Shape]],
-    order: tuple[int, ...],
-) -> Match | Miss | None:
-    """A product whose operands, Reshapes of images, become views of tokens. ``shapes``: of a channels-last image and its tokens;
-    ``order``: of the axes of tokens in the operand."""
-    flats = {k: flat for k, flat in flats.items() if 1 not in flat.outputs[0].type.dims[1:]}  # others need no Transpose
+    The masks of queries are such products (MaskFormer: Cheng et al., 2021), and the scores of VITS (Kim et al., 2021)."""
+    flats = {k: flat for k in (0, 1) if (flat := _flat(graph, op.input(k))) is not None}
     if not flats:
         return None
-    targets = {k: reshape_target(*shapes(graph, flat)) for k, flat in flats.items()}
+    targets = {k: reshape_target(*rows_of_pixels(graph, flat)) for k, flat in flats.items()}
     if None in targets.values():
         return INEXPRESSIBLE
 
@@ -104,10 +79,20 @@ def _on_tokens(
             turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
             turned = patch.add("Transpose", [operand(flat)], turn, src=flat.src)
             rows = reshaped(patch, turned, targets[k] or (), flat.src)
-            given[k] = patch.add("Transpose", [rows], TransposeAttrs(order), src=flat.src)
+            back = TransposeAttrs(channels_to_last(len(patch.type(rows).dims)))
+            given[k] = patch.add("Transpose", [rows], back, src=flat.src)
         return patch.add("MatMul", given, op.attrs)
 
     return Match((op, *(flat for flat in flats.values() if graph.sole_user(flat.value) is not None)), build)
+
+
+def _flat(graph: Graph, value: Value | None) -> Op | None:
+    """The Reshape of an image to (B, C, H * W), or one to (B, heads, C / heads, H * W) that nothing else reads; else None."""
+    flat = producer(graph, value, RESHAPES)
+    dims = () if flat is None else flat.outputs[0].type.shape or ()
+    if flat is None or 1 in dims[1:] or len(dims) not in (3, 4):  # others need no Transpose
+        return None
+    return flat if is_flat(graph, flat) and (len(dims) == 3 or graph.sole_user(flat.value) is not None) else None
 
 
 def _of_channels(graph: Graph, value: Value) -> Op | None:
@@ -124,9 +109,3 @@ def _of_channels(graph: Graph, value: Value) -> Op | None:
         return None
     image = operand(op)
     return op if channel_axes(shape_of(graph, image), after) == range(1, 3) and is_image(graph, image) else None
-
-
-def _rows_of_tokens(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
-    """The shapes of a channels-last image, and of its tokens with channels in heads."""
-    image, after = graph.type(operand(flat)).dims, flat.outputs[0].type.dims
-    return (image[0], *image[2:], image[1]), (after[0], after[3], after[1], after[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import resolved, resolved_transpose
 from optdnn.passes.base import Match, Miss, rule
@@ -28,8 +28,7 @@ def known_pads(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> None:
         made = patch.add_op(op.kind, op.inputs, attrs, names=[o.name for o in op.outputs], outputs=len(op.outputs))
-        for port in range(len(op.outputs)):
-            patch.replace(Value(op.id, port), Value(made.id, port))
+        patch.replace_each(op.values, made.values)
 
     return Match((op,), build)
 

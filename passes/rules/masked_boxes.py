@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, scalar, sliced
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, scalar, slice_limits, sliced
 from optdnn.passes.support.lower_bounds import has_lower_bound, level_of
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.rows import chosen_by
@@ -114,11 +114,9 @@ def _cuts(graph: Graph, op: Op) -> list[tuple[Op, int, list[Op]]]:
 
 def _first(graph: Graph, op: Op) -> int | None:
     """The number of first rows that a Slice takes; None for another operator."""
-    if op.kind != "Slice" or ints(graph, op.input(1)) != (0,) or ints(graph, op.input(3)) != (0,):
-        return None
-    ends = ints(graph, op.input(2))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    return ends[0] if ends is not None and len(ends) == 1 and ends[0] > 0 and steps == (1,) else None
+    limits = slice_limits(graph, op) if op.kind == "Slice" else None
+    end = limits[0][2] if limits is not None and len(limits) == 1 else 0
+    return end if end > 0 and limits == [(0, 0, end, 1)] else None
 
 
 def _is_vector(graph: Graph, op: Op) -> bool:

@@ -13,12 +13,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import VIEWS, operand, producer, reshaped, sizes_of
+from optdnn.passes.support.facts import VIEWS, operand, producer, reshaped, sizes_of, split_along
 from optdnn.passes.support.paths import reader_after
-from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix, multiplied
 from optdnn.types import Array, normalize_axis
 
 
@@ -45,15 +43,11 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     vectors = [v for v in (matrix.bias, None if added is None else added[1]) if v is not None]
 
     def build(patch: Patch) -> None:
-        y = patch.add(
-            "MatMul", [product.inputs[0], patch.constant(matrix.array[:, order].copy(), "weight")], MatMulAttrs()
-        )
-        for vector in vectors:
-            y = patch.add("Add", [y, patch.constant(np.broadcast_to(vector, order.shape)[order], "bias")])
-        sizes = patch.constant(np.array([columns.size for _, columns in parts], np.int64), "sizes")
-        split = patch.add_op("Split", [y, sizes], SplitAttrs(len(given) - 1), outputs=len(parts))
-        for k, (old, columns) in enumerate(parts):
-            patch.replace(old, reshaped(patch, Value(split.id, k), (*found[:rows], *columns.shape)))
+        biases = (np.broadcast_to(vector, order.shape)[order] for vector in vectors)
+        y = multiplied(patch, operand(product), matrix.array[:, order].copy(), *biases)
+        apart = split_along(patch, y, len(given) - 1, [columns.size for _, columns in parts])
+        for (old, columns), part in zip(parts, apart, strict=True):
+            patch.replace(old, reshaped(patch, part, (*found[:rows], *columns.shape)))
 
     users = {v.op: graph.op(v) for v, _ in parts}
     return Match((*users.values(), op, *([] if added is None or addition is None else [addition]), product), build)

@@ -17,7 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.bag_bodies import iterated, part_of, trips_of, value_outside
 from optdnn.passes.support.bag_products import from_the_front, number_like
 from optdnn.passes.support.bag_segments import segments_of_bags
@@ -45,52 +45,44 @@ class _Bounds:
         return found
 
 
-class LoopOfPaddedBags(Rule):
+@rule("loop_of_padded_bags", {"Loop"})
+def loop_of_padded_bags(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Loop whose iterations reduce the rows of a bag that are no padding."""
-
-    name = "loop_of_padded_bags"
-    kinds = frozenset({"Loop"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        trips = trips_of(graph, op)
-        body = op.attrs.body.graph
-        bag = None if trips is None else padded_bag(body, operand(body.op(body.outputs[1])))
-        if trips is None or bag is None:
-            return None
-        rows, indices = value_outside(op, bag.rows), value_outside(op, bag.indices)
-        if rows is None or indices is None:
-            return None
-        found = replace(bag, rows=rows, indices=indices)
-        starts, ends = ([_place(graph, op, v, k, trips) for k in range(trips)] for v in (bag.start, bag.end))
-        bounds = _bounds(list(zip(starts, ends, strict=True)), entered=bag.entered)
-        usable = _usable(graph, found, bounds, context)
-        if isinstance(usable, Miss):
-            return usable
-        shape = op.outputs[0].type.static_shape
-        return Match((op,), lambda patch: reshaped(patch, _reduced(patch, found, usable, trips), shape))
+    trips = trips_of(graph, op)
+    body = op.attrs.body.graph
+    bag = None if trips is None else padded_bag(body, operand(body.op(body.outputs[1])))
+    if trips is None or bag is None:
+        return None
+    rows, indices = value_outside(op, bag.rows), value_outside(op, bag.indices)
+    if rows is None or indices is None:
+        return None
+    found = replace(bag, rows=rows, indices=indices)
+    starts, ends = ([_place(graph, op, v, k, trips) for k in range(trips)] for v in (bag.start, bag.end))
+    bounds = _bounds(list(zip(starts, ends, strict=True)), entered=bag.entered)
+    usable = _usable(graph, found, bounds, context)
+    if isinstance(usable, Miss):
+        return usable
+    shape = op.outputs[0].type.static_shape
+    return Match((op,), lambda patch: reshaped(patch, _reduced(patch, found, usable, trips), shape))
 
 
-class ConcatOfPaddedBags(Rule):
+@rule("concat_of_padded_bags", {"Concat"})
+def concat_of_padded_bags(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """The bags of a loop that the importer unrolled."""
-
-    name = "concat_of_padded_bags"
-    kinds = frozenset({"Concat"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if len(op.inputs) < LEAST or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
-            return None
-        found = [padded_bag(graph, v) for v in op.inputs]
-        bags = [b for b in found if b is not None]
-        if len(bags) < len(found) or len({b.shared for b in bags}) > 1:
-            return None
-        first = bags[0]
-        places = [(place_in_a_list(graph, b.start), place_in_a_list(graph, b.end)) for b in bags]
-        bounds = _bounds(places, entered=any(b.entered for b in bags))
-        usable = _usable(graph, first, bounds, context)
-        if isinstance(usable, Miss):
-            return usable
-        ops = (op, *(o for b in bags for o in b.ops))
-        return Match(ops, lambda patch: _reduced(patch, first, usable, len(bags)))
+    if len(op.inputs) < LEAST or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
+        return None
+    found = [padded_bag(graph, v) for v in op.inputs]
+    bags = [b for b in found if b is not None]
+    if len(bags) < len(found) or len({b.shared for b in bags}) > 1:
+        return None
+    first = bags[0]
+    places = [(place_in_a_list(graph, b.start), place_in_a_list(graph, b.end)) for b in bags]
+    bounds = _bounds(places, entered=any(b.entered for b in bags))
+    usable = _usable(graph, first, bounds, context)
+    if isinstance(usable, Miss):
+        return usable
+    ops = (op, *(o for b in bags for o in b.ops))
+    return Match(ops, lambda patch: _reduced(patch, first, usable, len(bags)))
 
 
 def _usable(graph: Graph, bag: PaddedBag, bounds: _Bounds | None, context: PassContext) -> _Bounds | Miss:

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise, operand, producer, sliced
 from optdnn.passes.support.parts import PARTS
 from optdnn.passes.support.paths import repeated
@@ -85,52 +85,43 @@ class PointwiseOfParts(Rule):
                 yield one
 
 
-class GatedParts(Rule):
+@rule("gated_parts")
+def gated_parts(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """An op of a Concat and a gate is computed with each part and its part of the gate, if a part is a view of another tensor.
 
     The Concat would copy such a part. MambaOut (Yu and Wang, 2024) filters some channels, joins them with the others, and
     multiplies a gate."""
+    t = op.outputs[0].type
+    if not context.on_gpu or not is_pointwise(op) or op.kind == "Pointwise" or len(op.inputs) != 2 or not t.is_static:
+        return None
+    slot = next((k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind == "Concat"), None)
+    if slot is None or any(v is None or graph.type(v).shape != t.shape for v in op.inputs):
+        return None
+    concat, gate = graph.op(operand(op, slot)), operand(op, 1 - slot)
+    parts = [v for v in concat.inputs if v is not None]
+    if graph.constant_value(gate) is not None or not any(graph.op(v).kind in PARTS for v in parts):
+        return None
+    if graph.sole_user(concat.value) is None:
+        return Miss(f"{concat.name} is read elsewhere")
+    if bytes_of(graph, op.value) < LEAST_GATED:
+        return Miss("a copy of its few elements takes no longer than launches for its parts")
+    if any(is_pointwise(user) for user in graph.users(op.value)):
+        return None  # one launch computes both
+    axis = normalize_axis(concat.attrs.axis, len(t.dims))
+    ends = list(accumulate(graph.type(v).static_shape[axis] for v in parts))
+    if len(parts) > MOST_PARTS or any(end * math.prod(t.static_shape[axis + 1 :]) % ALIGNED for end in ends):
+        return Miss(f"{concat.name} has many parts, or parts that kernels cannot write in place")
+    chain = _unary_chain(graph, gate)
 
-    name = "gated_parts"
+    def build(patch: Patch) -> Value:
+        made = []
+        for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
+            own = sliced(patch, operand(chain[-1]) if chain else gate, begin, end, axis)
+            own = repeated(patch, own, chain)
+            made.append(patch.add(op.kind, [part, own] if slot == 0 else [own, part], op.attrs))
+        return patch.add("Concat", made, concat.attrs, src=concat.src)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        t = op.outputs[0].type
-        if (
-            not context.on_gpu
-            or not is_pointwise(op)
-            or op.kind == "Pointwise"
-            or len(op.inputs) != 2
-            or not t.is_static
-        ):
-            return None
-        slot = next((k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind == "Concat"), None)
-        if slot is None or any(v is None or graph.type(v).shape != t.shape for v in op.inputs):
-            return None
-        concat, gate = graph.op(operand(op, slot)), operand(op, 1 - slot)
-        parts = [v for v in concat.inputs if v is not None]
-        if graph.constant_value(gate) is not None or not any(graph.op(v).kind in PARTS for v in parts):
-            return None
-        if graph.sole_user(concat.value) is None:
-            return Miss(f"{concat.name} is read elsewhere")
-        if bytes_of(graph, op.value) < LEAST_GATED:
-            return Miss("a copy of its few elements takes no longer than launches for its parts")
-        if any(is_pointwise(user) for user in graph.users(op.value)):
-            return None  # one launch computes both
-        axis = normalize_axis(concat.attrs.axis, len(t.dims))
-        ends = list(accumulate(graph.type(v).static_shape[axis] for v in parts))
-        if len(parts) > MOST_PARTS or any(end * math.prod(t.static_shape[axis + 1 :]) % ALIGNED for end in ends):
-            return Miss(f"{concat.name} has many parts, or parts that kernels cannot write in place")
-        chain = _unary_chain(graph, gate)
-
-        def build(patch: Patch) -> Value:
-            made = []
-            for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
-                own = sliced(patch, operand(chain[-1]) if chain else gate, begin, end, axis)
-                own = repeated(patch, own, chain)
-                made.append(patch.add(op.kind, [part, own] if slot == 0 else [own, part], op.attrs))
-            return patch.add("Concat", made, concat.attrs, src=concat.src)
-
-        return Match((op, concat, *chain), build)
+    return Match((op, concat, *chain), build)
 
 
 def _unary_chain(graph: Graph, value: Value) -> list[Op]:

@@ -18,7 +18,7 @@ from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
 from optdnn.passes.support.parts import is_axis, pair, span, whole
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.pattern import Var, any_of, node
-from optdnn.passes.support.pattern_rule import PatternRule
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.rotary import cache_shape, order_of, rotated
 from optdnn.types import Shape, show_shape
 
@@ -27,52 +27,49 @@ _REAL = node("Sub", node("Mul", A, COS), node("Mul", B, SIN))
 _IMAGINARY = node("Add", node("Mul", B, COS), node("Mul", A, SIN))
 
 
-class RotaryProducts(PatternRule):
+@pattern_rule(
+    "rotary_products",
+    node("Concat", any_of(_REAL, node(RESHAPES, _REAL)), any_of(_IMAGINARY, node(RESHAPES, _IMAGINARY))),
+)
+def rotary_products(graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
     """A Concat of the real and the imaginary parts along the last axis becomes one RotaryEmbedding."""
+    if len(root.inputs) != 2 or not is_axis(graph, root.value, root.attrs.axis, -1):
+        return None
+    a, b = found["a"], found["b"]
+    parts = shape_of(graph, operand(root))
+    if parts is None:
+        return None
+    in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
+    halves = None if in_pairs else _halves(graph, a, b, graph.type(root.value).dims)
+    x = _neighbors(graph, a, b) if halves is None else halves
+    if x is None:
+        return None
+    if halves is None and not in_pairs and (join := _joined(graph, root)) is not None:
+        return Miss(
+            f"its features change places, and the launch of {join.name}, which joins them with others, computes them"
+        )
+    rows = parts[:-1] if in_pairs else parts
+    if not isinstance(rows[-1], int) or 0 in rows:
+        return None
+    full = (*rows[:-1], 2 * rows[-1])
+    trailing = len(graph.type(a).dims) - len(rows)
+    angles = {name: _without(graph.type(found[name]).dims, trailing) for name in ("cos", "sin")}
+    order = _order(graph, found, x, rows, angles)
+    if isinstance(order, str):
+        return Miss(order)
 
-    name = "rotary_products"
-    patterns = (node("Concat", any_of(_REAL, node(RESHAPES, _REAL)), any_of(_IMAGINARY, node(RESHAPES, _IMAGINARY))),)
+    def build(patch: Patch) -> Value:
+        caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
+        source = value_before(graph, x, RESHAPES)  # a view would hide that these are the first features of heads (GLM)
+        whole_heads = source if graph.type(source).shape == full else in_shape(patch, x, full)
+        attrs = RotaryAttrs(interleaved=halves is None)
+        y = rotated(patch, whole_heads, caches, attrs, order)
+        if halves is None and not in_pairs:  # the results of even features come before those of odd features
+            y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
+            y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
+        return in_shape(patch, y, graph.type(root.value).dims)
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        if len(root.inputs) != 2 or not is_axis(graph, root.value, root.attrs.axis, -1):
-            return None
-        a, b = found["a"], found["b"]
-        parts = shape_of(graph, operand(root))
-        if parts is None:
-            return None
-        in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
-        halves = None if in_pairs else _halves(graph, a, b, graph.type(root.value).dims)
-        x = _neighbors(graph, a, b) if halves is None else halves
-        if x is None:
-            return None
-        if halves is None and not in_pairs and (join := _joined(graph, root)) is not None:
-            return Miss(
-                f"its features change places, and the launch of {join.name}, which joins them with others, computes them"
-            )
-        rows = parts[:-1] if in_pairs else parts
-        if not isinstance(rows[-1], int) or 0 in rows:
-            return None
-        full = (*rows[:-1], 2 * rows[-1])
-        trailing = len(graph.type(a).dims) - len(rows)
-        angles = {name: _without(graph.type(found[name]).dims, trailing) for name in ("cos", "sin")}
-        order = _order(graph, found, x, rows, angles)
-        if isinstance(order, str):
-            return Miss(order)
-
-        def build(patch: Patch) -> Value:
-            caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
-            source = value_before(
-                graph, x, RESHAPES
-            )  # a view would hide that these are the first features of heads (GLM)
-            whole_heads = source if graph.type(source).shape == full else in_shape(patch, x, full)
-            attrs = RotaryAttrs(interleaved=halves is None)
-            y = rotated(patch, whole_heads, caches, attrs, order)
-            if halves is None and not in_pairs:  # the results of even features come before those of odd features
-                y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
-                y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
-            return in_shape(patch, y, graph.type(root.value).dims)
-
-        return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
+    return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
 
 
 def _halves(graph: Graph, a: Value, b: Value, heads: Shape) -> Value | None:

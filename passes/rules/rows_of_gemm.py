@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
-from optdnn.passes.support.products import constant_matrix
+from optdnn.passes.support.products import constant_matrix, multiplied
 
 
 @rule("rows_of_gemm", {"Gemm"})
@@ -33,9 +32,7 @@ def rows_of_gemm(graph: Graph, op: Op) -> Match | None:
 
     def build(patch: Patch) -> Value:
         rows = x if axes == len(before) - 1 else in_shape(patch, x, (*before[:axes], depth))
-        y = patch.add("MatMul", [rows, matrix.add_to(patch)], MatMulAttrs())
-        if matrix.bias is not None:
-            y = patch.add("Add", [y, patch.constant(matrix.bias, "bias")])
+        y = multiplied(patch, rows, matrix.add_to(patch), matrix.bias)
         return y if patch.type(y).dims == after else in_shape(patch, y, after)
 
     return Match((op, split), build, split.value)

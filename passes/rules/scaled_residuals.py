@@ -11,7 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.affine import IDENTITY, ONE, ZERO, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.linear import Linear
@@ -116,47 +116,44 @@ def lerp(graph: Graph, op: Op) -> Match | None:
     return None
 
 
-class ScaledResidual(Rule):
+@rule("scaled_residual", {"Add"})
+def scaled_residual(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``x c + conv(y)`` becomes ``(x + conv(y) / c) c``, with c constant per channel.
 
     GPU convolutions can add a tensor and scale the sum. The rule does not apply to matrix products: there, the norm after the sum
     reads both terms.
     """
-
-    name = "scaled_residual"
-    kinds = frozenset({"Add"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        total = op.outputs[0].type
-        if not TargetName.parse(context.target).on_gpu or not is_float(total.dtype):
-            return None
-        for residual, y in (op.inputs, op.inputs[::-1]):
-            scaled = producer(graph, residual, {"Mul"}, alone=True)
-            if scaled is None or (x := variable(graph, scaled)) is None:
-                continue
-            term = _Term.of(graph, y)
-            if not isinstance(term, _Term) or term.linear.op.kind != "Conv":
-                continue
-            if term.affine.scales:
-                return None  # the weights must absorb this factor first
-            if isinstance(_Term.of(graph, x), _Term) or graph.type(x) != total:
-                continue
-            return self._rewritten(graph, op, scaled, x, term)
+    total = op.outputs[0].type
+    if not TargetName.parse(context.target).on_gpu or not is_float(total.dtype):
         return None
+    for residual, y in (op.inputs, op.inputs[::-1]):
+        scaled = producer(graph, residual, {"Mul"}, alone=True)
+        if scaled is None or (x := variable(graph, scaled)) is None:
+            continue
+        term = _Term.of(graph, y)
+        if not isinstance(term, _Term) or term.linear.op.kind != "Conv":
+            continue
+        if term.affine.scales:
+            return None  # the weights must absorb this factor first
+        if isinstance(_Term.of(graph, x), _Term) or graph.type(x) != total:
+            continue
+        return _rewritten(graph, op, scaled, x, term)
+    return None
 
-    def _rewritten(self, graph: Graph, op: Op, scaled: Op, x: Value, term: _Term) -> Match | Miss:
-        """The rewrite of ``op``, which adds ``scaled``, a factor times ``x``, and ``term``."""
-        step = read(graph, scaled, term.linear.axis, term.linear.channels)
-        if isinstance(step, Miss):
-            return step
-        size = np.abs(step.scale)
-        if size.min() < LEAST or size.max() > MOST:
-            return Miss(f"the factors of the residual that {op.name} adds are not all between 1/64 and 64")
-        divided = term.times(1.0 / step.scale)
-        if isinstance(divided, Miss):
-            return divided
 
-        def build(patch: Patch) -> Value:
-            return patch.add("Mul", [patch.add("Add", [x, divided.add_to(patch)]), operand(scaled, 1)])
+def _rewritten(graph: Graph, op: Op, scaled: Op, x: Value, term: _Term) -> Match | Miss:
+    """The rewrite of ``op``, which adds ``scaled``, a factor times ``x``, and ``term``."""
+    step = read(graph, scaled, term.linear.axis, term.linear.channels)
+    if isinstance(step, Miss):
+        return step
+    size = np.abs(step.scale)
+    if size.min() < LEAST or size.max() > MOST:
+        return Miss(f"the factors of the residual that {op.name} adds are not all between 1/64 and 64")
+    divided = term.times(1.0 / step.scale)
+    if isinstance(divided, Miss):
+        return divided
 
-        return Match((op, scaled, *term.links), build)
+    def build(patch: Patch) -> Value:
+        return patch.add("Mul", [patch.add("Add", [x, divided.add_to(patch)]), operand(scaled, 1)])
+
+    return Match((op, scaled, *term.links), build)

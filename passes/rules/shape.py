@@ -25,6 +25,7 @@ from optdnn.passes.support.facts import (
     reshaped,
     scalar,
     shape_of,
+    slice_limits,
 )
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -273,17 +274,12 @@ def _with_scalars(graph: Graph, op: Op) -> Value | None:
 @rule("whole_axes", {"Slice"})
 def whole_axes(graph: Graph, op: Op) -> Match | None:
     """A Slice leaves out the axes that it takes as a whole. TensorFlow writes ``x[:, 2:4]`` as a Slice of both axes."""
-    starts, ends = ints(graph, op.input(1)), ints(graph, op.input(2))
-    steps = None if op.input(4) is None else ints(graph, op.input(4))
-    shape = shape_of(graph, op.inputs[0])
-    if starts is None or ends is None or shape is None or (op.input(4) is not None and steps is None):
+    limits, shape = slice_limits(graph, op), shape_of(graph, op.inputs[0])
+    if limits is None or shape is None:
         return None
-    axes = tuple(range(len(starts))) if op.input(3) is None else ints(graph, op.input(3))
-    if axes is None:
-        return None
-    steps = steps or (1,) * len(starts)
-    limits = list(zip(starts, ends, axes, steps, strict=True))
-    kept = [each for each in limits if not _takes_all(shape, *each)]
+    kept = [
+        (start, end, axis, step) for axis, start, end, step in limits if not _takes_all(shape, start, end, axis, step)
+    ]
     if not kept or len(kept) == len(limits):
         return None
     numbers = list(zip(*kept, strict=True))[: 3 if all(step == 1 for *_, step in kept) else 4]

@@ -14,10 +14,18 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
 from optdnn.ops.unary import IsInfAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of, sizes_of
+from optdnn.passes.base import Match, Miss, PassContext, rule
+from optdnn.passes.support.facts import (
+    in_shape,
+    ints,
+    operand,
+    producer,
+    reshape_target,
+    shape_of,
+    sizes_of,
+    split_along,
+)
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
 JOINED_BY = {
@@ -36,95 +44,78 @@ MOST_PARTS = 8
 """Most tensors of a stack. For more, one kernel of a reduction is better than a long chain of operators."""
 
 
-class ReducedStack(Rule):
+@rule("reduced_stack", frozenset(JOINED_BY))
+def reduced_stack(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``sum(stack(a, b))`` becomes ``a + b``, and ``sum(stack(a, b) * w)`` becomes ``a * w[0] + b * w[1]``.
 
     The same holds for means, products, maxima and minima, and on GPUs for ReduceLogSumExp: the recursions of CTC (Graves et al.,
     2006) and of soft dynamic time warping (Cuturi and Blondel, 2017) stack two or three neighbors in each step."""
+    scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+    sources = op.inputs[:1] if scaled is None else scaled.inputs
+    stack, negated = _stack(graph, sources)
+    axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
+    if stack is None or before is None or after is None or axes is None or len(axes) != 1:
+        return None
+    axis = normalize_axis(axes[0], len(before)) - len(before)  # counted from the end, as in broadcasting
+    parts = [operand(stack, i) for i in range(len(stack.inputs))]
+    rank = len(stack.outputs[0].type.dims)
+    if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
+        return None
+    held = stack.value if negated is None else negated.value
+    weights = None if scaled is None else next((v for v in scaled.inputs if v != held), held)
+    whole = _without(before, axis)
+    moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
+    if len(parts) > MOST_PARTS:
+        return Miss(f"{len(parts)} tensors are stacked")
+    if (why := _unlike(op, context)) is not None:
+        return Miss(why)
+    if weights is not None and not _fits(graph, weights, axis, len(parts)):
+        return Miss("the factor of the stack is neither one tensor nor one tensor for each part")
+    if any(reshape_target(*move) is None for move in (*moves, (whole, after))):
+        return Miss("no constant target can express a shape without the axis")
 
-    name = "reduced_stack"
-    kinds = frozenset(JOINED_BY)
+    def build(patch: Patch) -> Value:
+        terms = [_squeezed(patch, p, axis) for p in parts]
+        terms = terms if negated is None else [patch.add("Neg", [t]) for t in terms]
+        if weights is not None:
+            own = _weights(patch, weights, axis, len(parts))
+            terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
+        y = _reduced(patch, op, terms)
+        return y if whole == after else in_shape(patch, y, after)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
-        sources = op.inputs[:1] if scaled is None else scaled.inputs
-        stack, negated = _stack(graph, sources)
-        axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
-        if stack is None or before is None or after is None or axes is None or len(axes) != 1:
-            return None
-        axis = normalize_axis(axes[0], len(before)) - len(before)  # counted from the end, as in broadcasting
-        parts = [operand(stack, i) for i in range(len(stack.inputs))]
-        rank = len(stack.outputs[0].type.dims)
-        if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
-            return None
-        held = stack.value if negated is None else negated.value
-        weights = None if scaled is None else next((v for v in scaled.inputs if v != held), held)
-        whole = _without(before, axis)
-        moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
-        if len(parts) > MOST_PARTS:
-            return Miss(f"{len(parts)} tensors are stacked")
-        if (why := _unlike(op, context)) is not None:
-            return Miss(why)
-        if weights is not None and not _fits(graph, weights, axis, len(parts)):
-            return Miss("the factor of the stack is neither one tensor nor one tensor for each part")
-        if any(reshape_target(*move) is None for move in (*moves, (whole, after))):
-            return Miss("no constant target can express a shape without the axis")
-
-        def build(patch: Patch) -> Value:
-            terms = [_squeezed(patch, p, axis) for p in parts]
-            terms = terms if negated is None else [patch.add("Neg", [t]) for t in terms]
-            if weights is not None:
-                own = _weights(patch, weights, axis, len(parts))
-                terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
-            y = _reduced(patch, op, terms)
-            return y if whole == after else in_shape(patch, y, after)
-
-        return Match((op, *(o for o in (scaled, negated) if o is not None)), build)
+    return Match((op, *(o for o in (scaled, negated) if o is not None)), build)
 
 
-reduced_stack = ReducedStack()
-
-
-class ProductOfStack(Rule):
+@rule("product_of_stack", {"MatMul"})
+def product_of_stack(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``stack(a, b) @ w`` becomes ``a * w[0] + b * w[1]`` on GPUs, if each part is one column. So does ``w @ stack(a, b)`` with
     rows.
 
     Mixtures of experts weigh the stacked results of few experts (MMoE: Ma et al., 2018; DCN-v2: Wang et al., 2021)."""
+    if not context.on_gpu or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    found = next(((s, c) for s in (0, 1) if (c := producer(graph, op.inputs[s], {"Concat"})) is not None), None)
+    if found is None:
+        return None
+    slot, stack = found
+    axis, weights = -1 - slot, operand(op, 1 - slot)
+    parts, own = [operand(stack, k) for k in range(len(stack.inputs))], shape_of(graph, weights)
+    rank = len(stack.outputs[0].type.dims)
+    if own is None or len(own) < 2 or rank < 2 or normalize_axis(stack.attrs.axis, rank) - rank != axis:
+        return None
+    if own[axis] != 1 or any(graph.type(part).dims[axis] != 1 for part in parts):
+        return None
+    if len(parts) > MOST_PARTS:
+        return Miss(f"{len(parts)} tensors are stacked")
+    if any(user.kind != "MatMul" or user.inputs[slot] != stack.value for user in graph.users(stack.value)):
+        return Miss(f"{stack.name} has other readers, and is written in any case")
 
-    name = "product_of_stack"
-    kinds = frozenset({"MatMul"})
+    def build(patch: Patch) -> Value:
+        factors = split_along(patch, weights, len(own) - 2 + slot, [1] * len(parts))
+        terms = [patch.add("Mul", [part, factor]) for part, factor in zip(parts, factors, strict=True)]
+        return reduce(lambda a, b: patch.add("Add", [a, b]), terms)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not context.on_gpu or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
-            return None
-        found = next(((s, c) for s in (0, 1) if (c := producer(graph, op.inputs[s], {"Concat"})) is not None), None)
-        if found is None:
-            return None
-        slot, stack = found
-        axis, weights = -1 - slot, operand(op, 1 - slot)
-        parts, own = [operand(stack, k) for k in range(len(stack.inputs))], shape_of(graph, weights)
-        rank = len(stack.outputs[0].type.dims)
-        if own is None or len(own) < 2 or rank < 2 or normalize_axis(stack.attrs.axis, rank) - rank != axis:
-            return None
-        if own[axis] != 1 or any(graph.type(part).dims[axis] != 1 for part in parts):
-            return None
-        if len(parts) > MOST_PARTS:
-            return Miss(f"{len(parts)} tensors are stacked")
-        if any(user.kind != "MatMul" or user.inputs[slot] != stack.value for user in graph.users(stack.value)):
-            return Miss(f"{stack.name} has other readers, and is written in any case")
-
-        def build(patch: Patch) -> Value:
-            sizes = integers(patch, [1] * len(parts), "sizes")
-            split = patch.add_op("Split", [weights, sizes], SplitAttrs(len(own) - 2 + slot), outputs=len(parts))
-            return reduce(
-                lambda a, b: patch.add("Add", [a, b]),
-                [patch.add("Mul", [part, Value(split.id, k)]) for k, part in enumerate(parts)],
-            )
-
-        return Match((op,), build)
-
-
-product_of_stack = ProductOfStack()
+    return Match((op,), build)
 
 
 def _stack(graph: Graph, sources: Sequence[Value | None]) -> tuple[Op | None, Op | None]:
@@ -186,9 +177,7 @@ def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]
         return [weights] * count
     if shape[axis] == 1:
         return [_squeezed(patch, weights, axis)] * count
-    sizes = integers(patch, [1] * count, "sizes")
-    split = patch.add_op("Split", [weights, sizes], SplitAttrs(axis % len(shape)), outputs=count)
-    return [_squeezed(patch, Value(split.id, port), axis) for port in range(count)]
+    return [_squeezed(patch, part, axis) for part in split_along(patch, weights, axis % len(shape), [1] * count)]
 
 
 @rule("sum_of_sums", {"Add", "Sub"})

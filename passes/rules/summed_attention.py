@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.reduce import reduced_axes
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, scalar
 from optdnn.types import Shape
 
@@ -35,14 +35,10 @@ class _Sum:
     repeated: Value
 
 
-class SummedAttention(Rule):
+@rule("summed_attention", {"ReduceSum"})
+def summed_attention(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``sum(softmax(sum(k * q, features) * scale) * v, keys)``, with keys [batch, (heads,) keys, features]."""
-
-    name = "summed_attention"
-    kinds = frozenset({"ReduceSum"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        return _match(graph, op, MOST_WIDE_ELEMENTS if context.only_precision in WIDE else MOST_ELEMENTS)
+    return _match(graph, op, MOST_WIDE_ELEMENTS if context.only_precision in WIDE else MOST_ELEMENTS)
 
 
 def _match(graph: Graph, op: Op, most: int) -> Match | Miss | None:

@@ -13,17 +13,14 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.tables_of_one_index import ALIGNED, SHARED_BYTES
-from optdnn.passes.support.facts import integers, operand, shape_of
-from optdnn.passes.support.tables import LEAST, MOST_BYTES, column_of, columns_of, rows_of_tables
-from optdnn.types import Array, is_float, normalize_axis
+from optdnn.passes.support.facts import operand, shape_of, split_along
+from optdnn.passes.support.tables import LEAST, MOST_BYTES, column_of, columns_of, gathered_table, rows_of_tables
+from optdnn.types import Array
 
 
 def table_of(graph: Graph, op: Op) -> Array | None:
     """The constant matrix whose rows a Gather takes by a column (B, 1) of a matrix; None for other operators."""
-    table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
-    if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
-        return None
-    shape = shape_of(graph, op.inputs[1])
+    table, shape = gathered_table(graph, op), shape_of(graph, op.input(1))
     return table if shape is not None and len(shape) == 2 and shape[1] == 1 else None
 
 
@@ -52,15 +49,11 @@ def _match(graph: Graph, op: Op) -> Match | Miss | None:
         index = columns_of(patch, column[0], columns)
         tables = [np.concatenate([t for _, t in found[k]], 1) for k in columns]
         rows = rows_of_tables(patch, index, [np.pad(t, ((0, 0), (0, spare))) for t in tables])
-        parts = [rows]
-        if len(sizes) > 1:
-            ends = integers(patch, [*sizes, *([spare] if spare else [])], "widths")
-            split = patch.add_op("Split", [rows, ends], SplitAttrs(2), outputs=len(sizes) + bool(spare))
-            parts = [Value(split.id, i) for i in range(len(sizes))]
+        widths = [*sizes, *([spare] if spare else [])]
+        parts = split_along(patch, rows, 2, widths)[: len(sizes)] if len(sizes) > 1 else [rows]
         for i, part in enumerate(parts):
             split = patch.add_op("Split", [part], SplitAttrs(1, len(columns)), outputs=len(columns))
-            for j, k in enumerate(columns):
-                patch.replace(found[k][i][0].value, Value(split.id, j))
+            patch.replace_each((found[k][i][0].value for k in columns), split.values)
 
     return Match(tuple(g for k in columns for g, _ in found[k]), build)
 

@@ -10,15 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.transpose import is_after_anchor
-from optdnn.passes.support.facts import RESHAPES, integers, is_pointwise, operand
-from optdnn.passes.support.tables import MOST_BYTES
-from optdnn.types import Array, is_float, normalize_axis
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, split_along
+from optdnn.passes.support.tables import MOST_BYTES, gathered_table
 
 ALIGNED = 8
 """Kernels read a part as vectors if its first column is a multiple of this. The number of all columns is padded to a multiple."""
@@ -29,13 +27,13 @@ SHARED_BYTES = 1 << 20
 @rule("tables_of_one_index", {"Gather"})
 def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
     """All Gathers of rows of constant tables with the same number of rows, the same dtype and the same computed indices."""
-    index, table = operand(op, 1), _table(graph, op)
+    index, table = operand(op, 1), gathered_table(graph, op)
     if table is None or graph.constant_value(index) is not None:
         return None
     alike = [
         user
         for user in graph.users(index)
-        if (t := _table(graph, user)) is not None and (len(t), t.dtype) == (len(table), table.dtype)
+        if (t := gathered_table(graph, user)) is not None and (len(t), t.dtype) == (len(table), table.dtype)
     ]
     joined = [user for user in alike if not _is_taken_in(graph, user)]
     members = list({user.inputs[0]: user for user in joined}.values())
@@ -49,7 +47,7 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if any(_feeds_rotary(graph, one) for one in members):
         return Miss("the rows are angles of rotary embeddings")
-    tables = {one.id: t for one in members if (t := _table(graph, one)) is not None}
+    tables = {one.id: t for one in members if (t := gathered_table(graph, one)) is not None}
     if sum(t.nbytes for t in tables.values()) > MOST_BYTES:
         return Miss(f"the tables are too large to be joined: over {MOST_BYTES >> 30} GiB")
     for one in members:
@@ -64,21 +62,12 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
         rest = [np.zeros((len(table), spare), table.dtype)] if spare else []
         joined = patch.constant(np.concatenate([*columns, *rest], 1), "tables")
         rows = patch.add("Gather", [joined, index], GatherAttrs(0))
-        sizes = integers(patch, [*widths, *([spare] if spare else [])], "widths")
-        count = len(widths) + bool(spare)
-        split = patch.add_op("Split", [rows, sizes], SplitAttrs(len(patch.type(rows).dims) - 1), outputs=count)
-        for port, one in enumerate(members):
-            patch.replace(one.value, Value(split.id, port))
+        sizes = [*widths, *([spare] if spare else [])]
+        patch.replace_each(
+            (one.value for one in members), split_along(patch, rows, len(patch.type(rows).dims) - 1, sizes)
+        )
 
     return Match(tuple(members), build)
-
-
-def _table(graph: Graph, op: Op) -> Array | None:
-    """The constant floating matrix whose rows a Gather takes, or None."""
-    table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
-    if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
-        return None
-    return table
 
 
 def _is_taken_in(graph: Graph, op: Op) -> bool:

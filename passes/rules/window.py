@@ -24,6 +24,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
     sizes_of,
+    slice_limits,
 )
 from optdnn.passes.support.stages import ACTIVATIONS, ANCHORS
 from optdnn.types import is_float, normalize_axis
@@ -77,20 +78,17 @@ def conv_pads(graph: Graph, op: Op, pad: Op, zero: int = 0) -> tuple[int, ...] |
 def _crop(graph: Graph, op: Op, kind: str) -> tuple[Op, tuple[int, ...], tuple[int, ...]] | Miss | None:
     """The convolution (of this kind) before a Slice, and the pixels that are cut off at the begin and the end of each axis."""
     conv = producer(graph, op.inputs[0], {kind})
-    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
-    steps = None if op.input(4) is None else ints(graph, op.input(4))
-    if conv is None or starts is None or ends is None or (op.input(4) is not None and set(steps or ()) != {1}):
+    limits = slice_limits(graph, op)
+    full = None if conv is None else shape_of(graph, conv.value)
+    if conv is None or full is None or limits is None or any(step != 1 for *_, step in limits):
         return None
-    full = shape_of(graph, conv.value)
-    if full is None:
-        return None
-    begins, after, rank = [0] * len(full), [0] * len(full), len(full)
-    for start, end, axis in zip(starts, ends, axes or range(len(starts)), strict=True):
-        size = full[axis % rank]
+    begins, after = [0] * len(full), [0] * len(full)
+    for axis, start, end, _ in limits:
+        size = full[axis]
         if not isinstance(size, int):
             return Miss(f"{conv.name} has a symbolic size")
         first, last, _ = slice(start, end).indices(size)
-        begins[axis % rank], after[axis % rank] = first, size - max(first, last)
+        begins[axis], after[axis] = first, size - max(first, last)
     return _croppable(graph, conv, begins, after)
 
 

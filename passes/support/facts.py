@@ -12,6 +12,7 @@ from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.types import FP64, Array, Shape, is_float, normalize_axis
@@ -274,6 +275,11 @@ def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = 
     return reshaped(patch, x, target, src)
 
 
+def split_along(patch: Patch, x: Value, axis: int, sizes: Sequence[int], name: str = "sizes") -> list[Value]:
+    """Add a Split of ``x`` into parts of these sizes along an axis, and return the parts."""
+    return list(patch.add_op("Split", [x, integers(patch, sizes, name)], SplitAttrs(axis), outputs=len(sizes)).values)
+
+
 def zeros_around(graph: Graph, op: Op) -> list[int] | None:
     """How many zeros a Pad adds before each axis, then after each; None if it does not pad with zeros, or crops."""
     rank = len(op.outputs[0].type.dims)
@@ -292,6 +298,18 @@ def zeros_around(graph: Graph, op: Op) -> list[int] | None:
 def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
     """Add a constant int64 vector."""
     return patch.constant(np.asarray(numbers, np.int64), name)
+
+
+def slice_limits(graph: Graph, op: Op) -> list[tuple[int, int, int, int]] | None:
+    """(axis, start, end, step) for each axis that a Slice names, as its operands have them; None if one of them is not constant."""
+    starts, ends, rank = ints(graph, op.input(1)), ints(graph, op.input(2)), graph.type(operand(op)).rank
+    if starts is None or ends is None or rank is None:
+        return None
+    axes = range(len(starts)) if op.input(3) is None else ints(graph, op.input(3))
+    steps = (1,) * len(starts) if op.input(4) is None else ints(graph, op.input(4))
+    if axes is None or steps is None:
+        return None
+    return list(zip((normalize_axis(axis, rank) for axis in axes), starts, ends, steps, strict=True))
 
 
 def sliced(patch: Patch, x: Value, begin: int, end: int, axis: int) -> Value:

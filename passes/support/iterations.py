@@ -14,7 +14,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped, slice_limits
 from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
@@ -136,7 +136,7 @@ class Iterations:
             axis = normalize_axis(op.attrs.axis, rank) + 1
             return patch.add(op.kind, [self.place[operand(op)]], replace(op.attrs, axis=axis))
         if op.kind == "Slice":
-            return self._sliced(op, rank)
+            return self._sliced(op)
         if op.kind == "Gather":
             return self._gathered(op, rank)
         if op.kind.startswith("Reduce"):
@@ -149,10 +149,10 @@ class Iterations:
             operands[0] = self.stacked(operand(op))
         return patch.add(op.kind, operands, op.attrs)
 
-    def _sliced(self, op: Op, rank: int) -> Value:
-        starts, ends, axes, steps = (ints(self._body, op.input(k)) for k in range(1, 5))
-        own = [normalize_axis(k, rank) + 1 for k in axes or range(len(starts or ()))]
-        limits = [integers(self._patch, v, "limits") for v in (starts or (), ends or (), own, steps or (1,) * len(own))]
+    def _sliced(self, op: Op) -> Value:
+        found = slice_limits(self._body, op) or []
+        axes, starts, ends, steps = ([each[k] for each in found] for k in range(4))
+        limits = [integers(self._patch, v, "limits") for v in (starts, ends, [axis + 1 for axis in axes], steps)]
         return self._patch.add("Slice", [self.place[operand(op)], *limits])
 
     def _gathered(self, op: Op, rank: int) -> Value:

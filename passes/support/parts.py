@@ -1,14 +1,18 @@
-"""Values that are parts of a tensor along an axis: results of Split and Slice."""
+"""Values that are parts of a tensor along an axis: results of Split and Slice, and runs of alike ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.passes.support.facts import ints, operand, shape_of
+from optdnn.passes.support.facts import operand, shape_of, slice_limits
 from optdnn.types import Array
+
+T = TypeVar("T")
 
 PARTS = frozenset({"Slice", "Split"})
 """The operators that take parts of a tensor."""
@@ -40,6 +44,18 @@ def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: i
     return x if spans == [(0, cut, 1), (cut, size, 1)] else None
 
 
+def longest_run(found: Sequence[T | None], key: Callable[[T], object]) -> tuple[int, list[T]]:
+    """The longest run of neighbors with equal keys, where nothing is None: the index of its first element, and the elements."""
+    best: tuple[int, list[T]] = (0, [])
+    at = 0
+    for _, group in groupby(found, lambda one: None if one is None else key(one)):
+        own = list(group)
+        run = [one for one in own if one is not None]
+        best = (at, run) if len(run) > len(best[1]) else best
+        at += len(own)
+    return best
+
+
 def pair(graph: Graph, first: Value, second: Value, axis: int = -1) -> Value | None:
     """As :func:`whole`, for equal parts. If the axis has two elements, Gathers may take them (``x[..., 0]`` and ``x[..., 1]``)."""
     a, b = graph.op(first), graph.op(second)
@@ -59,13 +75,10 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
     """Begin, end and step of a Slice of only this axis, whose size is ``size``; None for other ops."""
     if op.kind != "Slice":
         return None
-    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    if starts is None or ends is None or axes is None or steps is None or len(starts) != 1:
+    limits = slice_limits(graph, op)
+    if limits is None or len(limits) != 1 or not is_axis(graph, operand(op), limits[0][0], axis):
         return None
-    if not is_axis(graph, operand(op), axes[0], axis):
-        return None
-    return slice(starts[0], ends[0], steps[0]).indices(size)
+    return slice(*limits[0][1:]).indices(size)
 
 
 def neighbors(indices: Array, size: int) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -31,6 +31,32 @@ class Chain:
         """The shapes of the base and after each move if the parts have these sizes."""
         return [tuple(math.prod(sizes[p] for p in axis) for axis in axes) for axes in self.axes]
 
+    @property
+    def parts(self) -> list[int]:
+        """The numbers of the parts in the order of ``base``: ascending."""
+        return list(range(len(self.sizes)))
+
+    @property
+    def taken(self) -> list[int]:
+        """The numbers of the parts in the order after all moves."""
+        return [p for axis in self.axes[-1] for p in axis]
+
+
+def one_turn(
+    sizes: Sequence[int], given: Sequence[int], taken: Sequence[int], starts: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The Reshape and the Transpose that bring the parts ``given``, with these ``sizes``, into the order of ``taken``.
+
+    Parts that stay neighbors are one axis. Each of ``starts`` begins an axis: there may be gaps between axes in memory."""
+    runs: list[list[int]] = []
+    for i, p in enumerate(given):
+        if i and p not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1:
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    order = sorted(runs, key=lambda run: taken.index(run[0]))
+    return tuple(math.prod(sizes[p] for p in run) for run in runs), tuple(runs.index(run) for run in order)
+
 
 def chain_of(graph: Graph, value: Value, *, alone: bool = False) -> Chain | None:
     """The longest chain of views that ends at ``value``; None if a size is unknown, or no parts express it. ``alone``: each value
@@ -39,16 +65,21 @@ def chain_of(graph: Graph, value: Value, *, alone: bool = False) -> Chain | None
     while graph.op(value).kind in VIEWS and (not alone or not ops or graph.sole_user(value) is not None):
         ops.append(graph.op(value))
         value = operand(ops[-1])
-    types = [graph.type(value), *(op.outputs[0].type for op in reversed(ops))]
-    if (alone and ops and graph.sole_user(value) is None) or not all(t.is_static for t in types):
+    if alone and ops and graph.sole_user(value) is None:
         return None
-    if any(0 in t.dims for t in types):
+    return chain_along(graph, value, ops[::-1])
+
+
+def chain_along(graph: Graph, base: Value, views: Sequence[Op]) -> Chain | None:
+    """The chain of these views of ``base``, in order; None if a size is unknown, or no parts express it."""
+    types = [graph.type(base), *(op.outputs[0].type for op in views)]
+    if any(not t.is_static or 0 in t.dims for t in types):
         return None
-    moves = tuple(op.attrs.perm if op.kind == "Transpose" else None for op in reversed(ops))
-    if any(op.kind == "Transpose" and op.attrs.perm is None for op in ops):
+    if any(op.kind == "Transpose" and op.attrs.perm is None for op in views):
         return None
+    moves = tuple(op.attrs.perm if op.kind == "Transpose" else None for op in views)
     found = _parts([t.static_shape for t in types], moves)
-    return None if found is None else Chain(value, moves, *found)
+    return None if found is None else Chain(base, moves, *found)
 
 
 class _Cut(NamedTuple):

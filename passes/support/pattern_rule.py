@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
+from inspect import signature
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -11,8 +12,9 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.pattern import Pattern, find, root_kinds
 
-Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
-"""(graph, root, bindings) -> the answer of a rule. The bindings give the value, number or op of each name."""
+Accept = Callable[..., Match | Miss | None]
+"""(graph, root, bindings) -> the answer of a rule. The bindings give the value, number or op of each name. A function with a fourth
+parameter also gets the ids of the matched ops."""
 
 
 class PatternRule(Rule):
@@ -46,14 +48,15 @@ class PatternRule(Rule):
 
 
 class PatternFunctionRule(PatternRule):
-    """A pattern rule whose ``function`` decides from the bound names alone."""
+    """A pattern rule without state: ``function`` decides."""
 
     def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
         self.name, self.patterns, self.function = name, patterns, function
+        self._with_ops = len(signature(function).parameters) > 3
         super().__init__()
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        return self.function(graph, root, found)
+        return self.function(graph, root, found, ops) if self._with_ops else self.function(graph, root, found)
 
 
 def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:

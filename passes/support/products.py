@@ -9,6 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.support.facts import operand, producer
 from optdnn.types import Array
 
@@ -74,6 +75,18 @@ def constant_matrix(graph: Graph, op: Op) -> ConstantMatrix | None:
             return None
         bias = bias.reshape(-1)
     return ConstantMatrix(weight, array, bool(a.transB), bias)
+
+
+def multiplied(
+    patch: Patch, x: Value, matrix: Array | Value, *added: Array | Value | None, name: str = "weight"
+) -> Value:
+    """Add the product ``x @ matrix``, and the addition of each further operand. Arrays become constants; ``name``: the matrix's."""
+    y = patch.add(
+        "MatMul", [x, patch.constant(matrix, name) if isinstance(matrix, np.ndarray) else matrix], MatMulAttrs()
+    )
+    for each in (v for v in added if v is not None):
+        y = patch.add("Add", [y, patch.constant(each, "bias") if isinstance(each, np.ndarray) else each])
+    return y
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.support.facts import RESHAPES, VIEWS, in_shape, ints, operand, sliced
+from optdnn.passes.support.facts import RESHAPES, VIEWS, in_shape, operand, slice_limits, sliced
 from optdnn.passes.support.parts import port_span
 from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 DEPTH = 16
 """Most views between a tensor and a part of it."""
-"""Kinds that keep all elements."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +88,10 @@ def _cuts(graph: Graph, value: Value, sizes: Sequence[int]) -> dict[int, tuple[i
         axis = normalize_axis(op.attrs.axis, len(sizes))
         found = port_span(graph, op, value.port, axis - len(sizes))
         return None if found is None else {axis: found[:2]}
-    starts, ends = ints(graph, op.input(1)), ints(graph, op.input(2))
-    axes = tuple(range(len(starts or ()))) if op.input(3) is None else ints(graph, op.input(3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    if starts is None or ends is None or axes is None or set(steps or ()) != {1}:
+    limits = slice_limits(graph, op)
+    if limits is None or any(step != 1 for *_, step in limits):
         return None
-    named = [normalize_axis(axis, len(sizes)) for axis in axes]
-    return {
-        axis: slice(start, end).indices(sizes[axis])[:2] for axis, start, end in zip(named, starts, ends, strict=True)
-    }
+    return {axis: slice(start, end).indices(sizes[axis])[:2] for axis, start, end, _ in limits}
 
 
 def boxed(patch: Patch, found: Region) -> Value:

@@ -6,17 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.support.facts import integers, ints, producer, shape_of
-from optdnn.types import INT64, Array, normalize_axis
+from optdnn.types import INT64, Array, is_float, normalize_axis
 
 LEAST = 4
 """Fewest bags, or embeddings, that are joined."""
 MOST_BYTES = 1 << 30
 """Largest size of joined tables."""
+
+
+def gathered_table(graph: Graph, op: Op) -> Array | None:
+    """The constant floating matrix whose rows a Gather takes; None for other operators."""
+    table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
+    if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
+        return None
+    return table
 
 
 def column_of(graph: Graph, index: Value | None) -> tuple[Value, int] | None:

@@ -310,7 +310,7 @@ LAST_ROWS = LAST_ROWS.format(TURNED=TURNED, TABLES=TABLES)
 
 
 def test_rows_behind_those_that_turn_turn_by_nothing() -> None:
-    rules = {"rotary_embedding": 1, "rotary_first_rows": 1}
+    rules = {"rotary_embedding": 1, "rotary_rows": 1}
     graph, _ = check_pass(FuseRotary(), model(LAST_ROWS, BEHIND, "[1,1,3,4]"), changes=2, rules=rules)
     FoldConstants()(graph)
     cos, sin = (graph.constant_value(v) for v in graph.of_kind("RotaryEmbedding")[0].inputs[1:])
@@ -327,7 +327,7 @@ def test_turned_first_rows_that_are_used_elsewhere_stay() -> None:
     first, rest = n.op("Split", x, n.ints(3, 2), attrs=SplitAttrs(2), outputs=2)
     turned = n.op("RotaryEmbedding", first, n.random(1, 3, 2), n.random(1, 3, 2))
     graph = n.done(n.op("Concat", turned, rest, attrs=ConcatAttrs(2)), n.op("Relu", turned))
-    check_refused(FuseRotary(), graph, because="its rotated rows are used elsewhere", rule="rotary_first_rows")
+    check_refused(FuseRotary(), graph, because="its rotated rows are used elsewhere", rule="rotary_rows")
 
 
 OTHER_ROWS = {

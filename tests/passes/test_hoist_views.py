@@ -93,43 +93,6 @@ def test_symbolic_rows() -> None:
     check_pass(HoistViews(), graph, changes=1, kinds={"Relu": 1, "MatMul": 1, "Add": 1}, sizes={"N": 4})
 
 
-def flattened_heads(*, leading: tuple[int, ...] = (2, 3), batch: Any = 2, readers: int = 1, bias: bool = True) -> Graph:
-    """A projection as ONNX Runtime's optimizer writes it: flattened for a Gemm, and split into heads at once."""
-    n = Net(np.float64)
-    x = n.op("Relu", n.input(batch, 3, 8))
-    y = n.gemm(n.op("Reshape", x, n.ints(-1, 8)), 12, bias=bias)
-    more = [n.op("Relu", y)] if readers > 1 else []
-    return n.done(n.op("Reshape", y, n.ints(*leading, 3, 4)), n.matmul(x, 5), *more)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
-def test_rows_that_are_split_into_heads_are_not_flattened(batch: Any, bias: bool) -> None:
-    graph = flattened_heads(leading=(-1 if batch != 2 else 2, 3), batch=batch, bias=bias)
-    kinds = {"Relu": 1, "MatMul": 2, "Reshape": 1} | ({"Add": 1} if bias else {})
-    rules = {"unflattened_rows": 1}
-    after, _ = check_pass(
-        HoistViews(), graph, changes=1, kinds=kinds, rules=rules, sizes={} if batch == 2 else {"N": 4}
-    )
-    assert len({op.inputs[0] for op in after.of_kind("MatMul")}) == 1  # siblings
-
-
-def test_rows_with_other_leading_axes_stay_flattened() -> None:
-    check_refused(
-        HoistViews(), flattened_heads(leading=(3, 2)), because="does not keep the leading axes", rule="unflattened_rows"
-    )
-    check_refused(
-        HoistViews(),
-        flattened_heads(leading=(-1, 2), batch=symbol("N", 1)),
-        because="does not keep the leading axes",
-        rule="unflattened_rows",
-    )
-
-
-def test_flattened_rows_that_are_read_elsewhere_stay() -> None:
-    check_untouched(HoistViews(), flattened_heads(readers=2))
-
-
 def test_views_that_do_not_merge_stay() -> None:
     n = Net(np.float64)
     x = n.op("Reshape", n.input(4, 3, 8), n.ints(6, 2, 8))

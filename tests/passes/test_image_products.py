@@ -71,7 +71,7 @@ def scores(source: str = "conv", *, batch: Any = 2, heads: int = 2, readers: int
 @pytest.mark.parametrize("batch", [2, symbol("N", 1)])
 def test_heads_of_an_image_that_a_product_reads_are_views_of_tokens(batch: Any) -> None:
     graph, _ = check_pass(
-        ImageTokens(), scores(batch=batch), changes=2, rules={"image_to_tokens": 1, "heads_of_image": 1},
+        ImageTokens(), scores(batch=batch), changes=2, rules={"image_to_tokens": 1, "pixels_of_image": 1},
         kinds={"Conv": 2, "Transpose": 4, "Reshape": 2, "MatMul": 1}, sizes={"N": 3} if batch != 2 else None,
     )  # fmt: skip
     (product,) = graph.of_kind("MatMul")
@@ -89,7 +89,7 @@ def test_heads_that_others_read_stay() -> None:
 def test_one_head_stays() -> None:
     """A Reshape to (B, 1, C, H * W) moves no axis."""
     report = ImageTokens()(scores(heads=1))
-    assert "heads_of_image" not in {f.rule for f in report.fired}
+    assert "pixels_of_image" not in {f.rule for f in report.fired}
 
 
 def masks(source: str = "conv", *, readers: int = 1, channels: int = 8, gram: bool = False, batch: Any = 2) -> Graph:

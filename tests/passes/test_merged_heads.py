@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
@@ -21,7 +21,7 @@ C = HEADS * SIZE
 
 
 def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> Graph:
-    """Windows with a joint projection; ``mask``: of each head, or "shared" by all."""
+    """Windows with a joint projection; ``mask``: of each head, or "shared" by all, or of the "rows" of all scores."""
     n = Net(dtype)
     joint = n.op(
         "Reshape", n.matmul(n.op("Tanh", n.input(WINDOWS, TOKENS, C)), 3 * C), n.ints(WINDOWS, TOKENS, 3, HEADS, SIZE)
@@ -31,32 +31,42 @@ def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> 
     merged = n.op("Reshape", joint, n.ints(3, WINDOWS * HEADS, TOKENS, SIZE))
     parts = n.op("Split", merged, n.ints(1, 1, 1), attrs=SplitAttrs(0), outputs=3)
     q, k, v = (n.op("Reshape", p, n.ints(WINDOWS * HEADS, 1, TOKENS, SIZE)) for p in parts)
-    items = {"": 0, "own": WINDOWS * HEADS, "shared": 1}[mask]
-    more = [n.op("Tanh", n.input(items, 1, TOKENS, TOKENS, name="mask"))] if items else []
+    dims = {"": (), "own": (WINDOWS * HEADS, 1, TOKENS, TOKENS), "shared": (1, 1, TOKENS, TOKENS), "rows": (TOKENS, 1)}[
+        mask
+    ]
+    more = [n.op("Tanh", n.input(*dims, name="mask"))] if dims else []
     y: Value = n.op("Attention", q, k, v, *more, attrs=AttentionAttrs(scale=0.5))
     split = n.op("Reshape", n.op("Squeeze", y, n.ints(1)), n.ints(WINDOWS, HEADS, TOKENS, SIZE))
     rows = n.op("Reshape", n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(WINDOWS, TOKENS, C))
     return n.done(n.matmul(rows, C))
 
 
-@pytest.mark.parametrize("mask", ["", "own"])
+@pytest.mark.parametrize("mask", ["", "own", "shared"])
 def test_heads_leave_the_batch(mask: str) -> None:
     after, _ = check_pass(FuseAttention(), windows(mask), changes=1, rules={"merged_heads": 1})
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (WINDOWS, HEADS, TOKENS, SIZE)
 
 
-def test_nothing_is_copied() -> None:
-    steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(dtype=np.float32), "fp16").steps]
+@pytest.mark.parametrize("mask", ["", "shared"])
+def test_nothing_is_copied(mask: str) -> None:
+    steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(mask, dtype=np.float32), "fp16").steps]
     assert not any(t == "copy" for t in steps), steps
 
 
-def test_a_mask_of_several_heads_stays() -> None:
-    check_refused(FuseAttention(), windows("shared"), because="shared by several heads")
+def test_a_mask_of_as_many_rows_as_items_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TOKENS", WINDOWS * HEADS)
+    check_pass(FuseAttention(), windows("rows"), changes=1, rules={"merged_heads": 1})
 
 
 def test_a_batch_that_was_never_split_stays() -> None:
     assert not FuseAttention()(windows(turned=False)).changes
+
+
+def test_one_item_stays() -> None:
+    n = Net()
+    y: Value = n.op("Attention", *(n.input(1, 1, TOKENS, SIZE, name=k) for k in "qkv"), attrs=AttentionAttrs(scale=0.5))
+    check_untouched(FuseAttention(), n.done(n.reshaped(y, TOKENS, SIZE)))
 
 
 def of_images(batch: int, dtype: Any = np.float64) -> Graph:
@@ -106,7 +116,7 @@ def positions_first(mask: str = "", dtype: Any = np.float64, *, heads: int = HEA
 
 @pytest.mark.parametrize("mask", ["", "own", "one"])
 def test_heads_behind_positions_become_heads(mask: str) -> None:
-    rules = {"attention": 1, "heads_behind_positions": 1}
+    rules = {"attention": 1, "merged_heads": 1}
     after, _ = check_pass(FuseAttention(), positions_first(mask), changes=2, rules=rules)
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (BATCH, HEADS, TOKENS, SIZE)
@@ -164,7 +174,7 @@ def of_channels(mask: str = "", dtype: Any = np.float64, *, heads: int = HEADS) 
 
 @pytest.mark.parametrize("mask", ["", "own", "one"])
 def test_heads_of_a_convolutions_channels_leave_the_batch(mask: str) -> None:
-    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "heads_of_images": 1})
+    after, _ = check_pass(FuseAttention(), of_channels(mask), changes=2, rules={"attention": 1, "merged_heads": 1})
     (op,) = after.of_kind("Attention")
     assert after.type(op.value).static_shape == (BATCH, HEADS, 16, SIZE)
 

@@ -13,7 +13,7 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_conv_bn import FuseConvBn
-from optdnn.passes.parallel_convs import ParallelConvs
+from optdnn.passes.parallel_convs import parallel_convs
 
 FUSE = FuseConvBn()
 MERGED = "parallel_convs"
@@ -188,5 +188,5 @@ def _others(case: str) -> Graph:
 def test_other_sums_are_no_candidates(case: str) -> None:
     graph = _others(case)
     rule = FuseConvBn()
-    rule.rules = (ParallelConvs(),)
+    rule.rules = (parallel_convs,)
     check_untouched(rule, graph)

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_conv_bn import FuseConvBn
-from optdnn.passes.parallel_convs import ParallelProducts
+from optdnn.passes.parallel_convs import parallel_products
 from optdnn.types import BF16
 
 FUSE = FuseConvBn()
@@ -24,7 +24,7 @@ MERGED = "parallel_products"
 
 def only() -> FuseConvBn:
     one = FuseConvBn()
-    one.rules = (ParallelProducts(),)
+    one.rules = (parallel_products,)
     return one
 
 
