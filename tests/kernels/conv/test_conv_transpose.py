@@ -23,11 +23,13 @@ from support.spills import check_spills
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import parts_kernel
+from optdnn.kernels.conv.hopper_launch import family, ranked
 from optdnn.kernels.conv.parts_kernel import PartsConfig
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.subpixel import Axis, block_weights
 from optdnn.kernels.conv.transpose import PartsConvTranspose, TiledConvTranspose
 from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv, conv_transpose
 
 
@@ -219,6 +221,15 @@ def test_large_images_in_fp32_take_tensor_cores(size: int, tactic: str) -> None:
     assert tactics(program, "ConvTranspose") == [tactic]
     if size == 2:
         assert any("it is predicted to take" in r for r in refusals(program, "subpixel_parts_sm90"))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float16", "tfloat32"])
+def test_direct_stores_that_scatter_compile_without_spills(dtype: str) -> None:
+    source, out = Source(28, 28, 128, (2, 2), (1, 1), (1, 1, 1, 1), (1, 1)), "float32" if dtype == "tfloat32" else ""
+    problem = Problem(16, 256, (source,), (("bias",), ("gelu",)), dtype, out, scatter=True)
+    config = next(o.config for o in ranked(problem, of_arch("sm_90a")) if o.config.stores_directly)
+    check_spills(family(config).recipe(problem, config), family(config).FUNCTION)
 
 
 @pytest.mark.nvrtc
