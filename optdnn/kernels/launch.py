@@ -42,15 +42,13 @@ def at_once(shared: int, blocks: int) -> int:
     return max(1, min(blocks, 233472 // (shared + 1024)))
 
 
-def template_options(*dtypes: str, exact: bool = False, fast: bool = True, checked: bool = False) -> tuple[str, ...]:
+def template_options(*dtypes: str, exact: bool = False, fast: bool = True) -> tuple[str, ...]:
     """Compiler options of a kernel template on these element types. ``exact``: no fused multiply-adds, so products are rounded before
-    an addition. ``fast``: functions are inexact in the last bits of fp32. ``checked``: a wait that never ends traps instead of hanging
-    the GPU."""
+    an addition. ``fast``: functions are inexact in the last bits of fp32."""
     wanted = {
         "--use_fast_math": fast,
         "--fmad=false": exact,
         "-DDTYPE_BF16": "bfloat16" in dtypes,
-        "-DBARRIER_TRAP": checked,
     }
     return ("--std=c++17", *(option for option, on in wanted.items() if on))
 

@@ -44,8 +44,8 @@ LONG = 4
 __all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse"]
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """The kernel's recipe. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """The kernel's recipe. Lengths, strides and counts are parameters."""
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
@@ -61,7 +61,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         defines["KEY_WIDTH"] = problem.factors.key_width
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
-    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
+    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

@@ -128,8 +128,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
     return None
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """The kernel's recipe. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """The kernel's recipe. Lengths, strides and counts are parameters."""
     wide = head(problem)
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "HEAD": wide, "COLUMNS": columns(problem), "SPAN": span_of(wide),
@@ -143,9 +143,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     )
     values = render.pixels_instruction(columns(problem), "float16", across=True, name="wgmma_features")
     text = "\n".join([render.constants(defines), *scores, values, ""])
-    return Recipe(
-        "attention_parts_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked)
-    )
+    return Recipe("attention_parts_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

@@ -205,9 +205,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
     return None
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The numbers of pixels and of middle channels are parameters; with weights that stay in shared
-    memory, only that of pixels is. ``checked``: a wait that never ends traps."""
+    memory, only that of pixels is."""
     defines = {
         "GROUPS": config.groups, "BN": config.columns, "DEPTH_BLOCKS": problem.depth_blocks,
         "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
@@ -224,7 +224,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         render.constants(defines), results(problem.first, name="first_result"), results(problem.second, name="second_result"),
         render.wgmma(config.columns, types[0], name="first_product"), render.wgmma(config.columns, types[1], name="second_product"), "",
     ]  # fmt: skip
-    options = template_options(types[0], checked=checked)
+    options = template_options(types[0])
     return Recipe("chained_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, options)
 
 

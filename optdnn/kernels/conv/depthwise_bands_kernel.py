@@ -107,13 +107,13 @@ def refuse(
     return walk(problem, config).refuse(s, problem.batch, problem.squeeze, config.blocks, shared)
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of tensors are parameters."""
     defines = walk(problem, config).defines(problem.source, problem.squeeze)
     defines |= {"ROWS": config.rows, "GROUPS": config.groups, "BLOCKS": config.across, "GRID_X": config.grid_x}
     defines |= {"GRID_Y": config.grid_y, "MIN_BLOCKS": config.blocks}
     text = "\n".join([depthwise.generated(problem, defines), render.mma(problem.dtype), ""])
-    return Recipe("depthwise_bands_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
+    return Recipe("depthwise_bands_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem))
 
 
 def launch(

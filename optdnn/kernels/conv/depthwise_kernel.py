@@ -155,11 +155,9 @@ def _steps(problem: Problem) -> dict[str, int]:
     return found | ({} if depth is None else {"STRIDE_D": depth.stride, "DILATION_D": depth.dilation})
 
 
-def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
+def options(problem: Problem) -> tuple[str, ...]:
     """Compiler options. Products of 8-bit images are summed exactly with or without contraction; nothing else may be contracted."""
-    return template_options(
-        problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=problem.item != 4, checked=checked
-    )
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=problem.item != 4)
 
 
 def pack_weights(weight: Array, band: int = 0) -> Array:

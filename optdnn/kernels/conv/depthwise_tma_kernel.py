@@ -142,8 +142,8 @@ def registers(problem: Problem, config: Config) -> int:
     return sums + weights + columns * config.lanes // 2 + rest + more
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of tensors are parameters."""
     s = problem.source
     defines = {
         "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
@@ -153,7 +153,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = depthwise.generated(unbanded(problem), defines)
-    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
+    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem))
 
 
 def launch(

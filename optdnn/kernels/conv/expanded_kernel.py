@@ -201,8 +201,8 @@ def registers(problem: Problem, config: Config) -> int:
     return held + max(filtering, 4 * (min(4, _steps(problem)) + 2) + 30)
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of tensors are parameters."""
     f, s = problem.filtered, problem.filtered.source
     defines = {
         "STRIPS": config.strips, "STRIP_W": config.strip_w, "GRID_X": config.grid_x, "GRID_Y": config.grid_y,
@@ -213,9 +213,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     parts = [render.constants(defines), render.between(problem.between[1:], f.dtype)]
     parts += [render.between(f.epilogue[1:], f.dtype, "after"), render.mma(f.dtype), ""]
-    return Recipe(
-        "expanded_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, template_options(f.dtype, checked=checked)
-    )
+    return Recipe("expanded_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, template_options(f.dtype))
 
 
 def pack_expansion(weight: Array) -> Array:

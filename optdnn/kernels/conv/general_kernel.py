@@ -121,7 +121,7 @@ def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
     """What to compile. All shapes are parameters."""
     tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "SPLIT": config.split}
     text = generated(problem, tile, render.mma(problem.dtype))
-    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, options(problem, checked=False))
+    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, options(problem))
 
 
 def pack_weights(weight: Array) -> Array:

@@ -157,8 +157,8 @@ def refuse(
     return walk(problem, config).refuse(s, problem.batch, problem.squeeze, config.blocks, shared)
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of tensors are parameters."""
     s = problem.source
     defines = walk(problem, config).defines(s, problem.squeeze) | {
         "BAND": problem.chunks, "BLOCKS": config.results, "STRIP_W": config.strip_w, "STRIPS": config.strips,
@@ -166,7 +166,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "MIN_BLOCKS": config.blocks,
     }  # fmt: skip
     stages = (render.constants(defines), render.paired_epilogue(problem.epilogue), render.mma(problem.dtype))
-    options = template_options(problem.dtype, checked=checked)
+    options = template_options(problem.dtype)
     return Recipe("grouped_sm90.cu", arch, {"generated.cuh": "\n".join([*stages, ""])}, options)
 
 

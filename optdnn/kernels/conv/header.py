@@ -52,9 +52,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
     return "\n".join([render.constants({**tile, **types}), *before, stages, instruction, ""])
 
 
-def options(problem: Problem, checked: bool) -> tuple[str, ...]:
+def options(problem: Problem) -> tuple[str, ...]:
     """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted. fp32 in parts
     uses no fast math."""
-    return template_options(
-        problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=not problem.parts, checked=checked
-    )
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=not problem.parts)

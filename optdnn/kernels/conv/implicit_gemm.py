@@ -336,10 +336,8 @@ PAIRED_TILE = 8192
 tiles at batch 1 lost 1 %."""
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Shapes are parameters: problems that share modes, epilogue and configuration share the cubin.
-
-    ``checked`` makes a wait that never ends trap instead of hanging the GPU."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Shapes are parameters: problems that share modes, epilogue and configuration share the cubin."""
     modes = [source.mode for source in problem.sources] + [-1]
     defines = {
         "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
@@ -356,7 +354,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "conv_sm90.cu",
         arch,
         {"generated.cuh": generated(problem, defines, instruction, math.prod(config.tile) >= PAIRED_TILE)},
-        options(problem, checked),
+        options(problem),
     )
 
 

@@ -182,8 +182,8 @@ def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED)
     return no_room(shared_bytes(problem, config), shared, 1)
 
 
-def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Shapes are parameters. ``checked``: as of :func:`optdnn.kernels.conv.implicit_gemm.recipe`."""
+def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Shapes are parameters."""
     modes = [source.mode for source in problem.sources] + [-1]
     defines = {
         "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
@@ -192,7 +192,7 @@ def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a", *, check
         "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
-    return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
+    return Recipe("conv_parts_sm90.cu", arch, {"generated.cuh": text}, options(problem))
 
 
 def grid_blocks(problem: Problem, config: PartsConfig, device: GpuFacts) -> int:

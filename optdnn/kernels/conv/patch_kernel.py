@@ -177,7 +177,7 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = BLOCK_SHARED)
     return None
 
 
-def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a") -> Recipe:
     """What to compile. Sizes of the image are parameters; the filter and the tile are not."""
     source = problem.sources[0]
     defines = {
@@ -190,7 +190,7 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         **({"SHARED_BYTES": shared_bytes(problem, config)} if config.weight_stages else {}),  # kept weights depend on the depth
     }  # fmt: skip
     text = generated(problem, defines, render.wgmma(columns(problem, config), problem.dtype))
-    return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
+    return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem))
 
 
 def tiles(problem: Problem, config: PatchConfig) -> tuple[int, int]:

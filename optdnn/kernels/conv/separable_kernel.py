@@ -228,8 +228,8 @@ def no_kernel(problem: Problem) -> str | None:
     return None
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of tensors are parameters."""
     s = problem.source
     defines = {
         "WARPGROUPS": config.warpgroups, "STRIPS": config.strips, "STRIP_W": config.strip_w, "GRID_X": config.grid_x,
@@ -244,7 +244,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         render.epilogue(problem.epilogue),
     ]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
-    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
+    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 MOST_BLOCK = 64

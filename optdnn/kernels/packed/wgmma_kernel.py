@@ -150,15 +150,15 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     return -(-problem.columns // config.columns) * config.split, row_blocks(problem, config), 1
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """The kernel's recipe. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """The kernel's recipe."""
     found = {
         "WARPS": config.warps, "TEAMS": config.teams, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
         "RESIDENT": resident(problem, config), "IN_FLIGHT": in_flight(config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
     text = "\n".join([render.constants(found), instruction, render.epilogue(problem.epilogue), ""])
-    return Recipe("packed_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
+    return Recipe("packed_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
@@ -179,9 +179,7 @@ def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
     ]  # fmt: skip
 
 
-def launch(
-    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, checked: bool = False
-) -> Launch:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``tiles``, ``scales``, ``zeros`` (with zero points), ``bias`` (fp32, padded to a multiple of four
     columns), ``residual``, ``output``. Raises InternalError."""
     if reason := refuse(problem, config):
@@ -193,7 +191,7 @@ def launch(
     shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
     parameters.i32(problem.rows, problem.columns, out_pitch, problem.chunks, shift)
     return parameters.launch(
-        recipe(problem, config, gpu.arch, checked=checked), "packed_sm90", grid(problem, config), config.threads,
+        recipe(problem, config, gpu.arch), "packed_sm90", grid(problem, config), config.threads,
         shared=shared_bytes(problem, config), cluster=config.split,
     )  # fmt: skip
 

@@ -102,9 +102,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return WARPS * 8 * pitch + 2 * WARPS * 8 * (16 * config.row_tiles + 4) * 4
 
 
-def recipe(problem: Problem, config: Config, arch: str, *, checked: bool = False) -> Recipe:
-    """The kernel's recipe. Steps and the batch are parameters, except the number of the batch's tiles. ``checked``: a wait that never
-    ends traps."""
+def recipe(problem: Problem, config: Config, arch: str) -> Recipe:
+    """The kernel's recipe. Steps and the batch are parameters, except the number of the batch's tiles."""
     defines = {
         "CELL": CELLS.index(problem.cell), "RELU": int(problem.relu), "HIDDEN": problem.hidden, "ROW_TILES": config.row_tiles,
         "DIRECTIONS": problem.directions, "REVERSE": int(problem.reverse), "COLUMN_TILES": problem.column_tiles,
@@ -112,7 +111,7 @@ def recipe(problem: Problem, config: Config, arch: str, *, checked: bool = False
         "HAS_BIAS": int(problem.bias), "HAS_INITIAL": int(problem.initial),
     }  # fmt: skip
     generated = {"generated.cuh": render.constants(defines) + "\n"}
-    return Recipe("rnn_grid.cu", arch, generated, template_options(problem.dtype, checked=checked))
+    return Recipe("rnn_grid.cu", arch, generated, template_options(problem.dtype))
 
 
 def exchange_words(problem: Problem) -> int:

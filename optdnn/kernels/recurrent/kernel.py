@@ -100,8 +100,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return 128 + max(project, (2 * problem.ranks + 2) * config.columns * 64)
 
 
-def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """The kernel's recipe. Steps and layers are parameters. ``checked``: a wait that never ends traps."""
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """The kernel's recipe. Steps and layers are parameters."""
     defines = {
         "CELL": CELLS.index(problem.cell), "RANKS": problem.ranks, "INPUT_CHUNKS": -(-problem.inputs // 32),
         "TILES": config.columns // 8, "INPUT_TILES": -(-problem.batch // 8), "INPUT_STAGES": INPUT_STAGES,
@@ -111,7 +111,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "rnn_sm90.cu",
         arch,
         {"generated.cuh": render.constants(defines) + "\n"},
-        template_options(problem.dtype, checked=checked),
+        template_options(problem.dtype),
     )
 
 

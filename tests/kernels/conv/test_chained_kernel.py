@@ -28,6 +28,7 @@ from support.fenced import run_fenced
 from support.host import needs_compiler
 from support.layout import compile_checks
 from support.sweep import every
+from support.traps import trapping
 
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Integers, Problem
@@ -200,7 +201,7 @@ def check_layout(made: Problem, config: Config, launch: Launch) -> None:
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = CASES[name]
     arrays, middle, want = operands(made)
-    launch = replace(chained.launch(made, config, DEVICE), recipe=chained.recipe(made, config, checked=True))
+    launch = replace(chained.launch(made, config, DEVICE), recipe=trapping(chained.recipe(made, config)))
     check(made, middle, want, run_fenced(launch, arrays, places(made), tmp_path))
 
 
@@ -210,5 +211,5 @@ def test_bytes_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = BYTES[name]
     arrays, middle, want = byte_operands(made)
     launch = chained.launch(made, config, DEVICE, numbers(made))
-    launch = replace(launch, recipe=chained.recipe(made, config, checked=True))
+    launch = replace(launch, recipe=trapping(chained.recipe(made, config)))
     check_bytes(middle, want, run_fenced(launch, arrays, byte_places(made), tmp_path), 255)

@@ -17,6 +17,7 @@ from support.fenced import run_fenced
 from support.host import needs_compiler
 from support.layout import compile_checks
 from support.sweep import every
+from support.traps import trapping
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import expanded_kernel as expanded
@@ -182,6 +183,6 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = CASES[name]
     arrays, want = operands(made)
     out, more = results(made, config)
-    launch = replace(expanded.launch(made, config, DEVICE), recipe=expanded.recipe(made, config, checked=True))
+    launch = replace(expanded.launch(made, config, DEVICE), recipe=trapping(expanded.recipe(made, config)))
     found = run_fenced(launch, {**arrays, **more}, {"output": out}, tmp_path)
     check(made, config, want, found["output"], {key: found[key] for key in more})

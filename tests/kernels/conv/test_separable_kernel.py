@@ -14,6 +14,7 @@ from support.conv_cases import apply_stages, convolve, same
 from support.fenced import run_fenced
 from support.layout import compile_checks
 from support.separable_cases import ADD, BIAS, CASES, RELU6
+from support.traps import trapping
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import separable_cost
@@ -172,7 +173,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
         "input": x, "residual": residual, "bias": bias, "filters": separable.pack_filters(filters),
         "shifts": separable.pack_shifts(shift), "weights": separable.pack_weights(weights),
     }  # fmt: skip
-    made = replace(separable.launch(problem, config, DEVICE), recipe=separable.recipe(problem, config, checked=True))
+    made = replace(separable.launch(problem, config, DEVICE), recipe=trapping(separable.recipe(problem, config)))
     found = run_fenced(made, operands, {"output": np.empty((n, out_h, out_w, pitches[1]), dtype)}, tmp_path)["output"]
     got = found[..., : problem.channels].astype(np.float32)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[problem.dtype] * np.abs(want).max())

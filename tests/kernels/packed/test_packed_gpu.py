@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.on_gpu import checked_launches
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
+from support.traps import trapping
 
 from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, resident_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
@@ -120,8 +121,10 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
             "arrived": memory.put(np.zeros(arrived, np.uint8)),
         }
-        checked = {"checked": True} if kind == "wgmma" else {}
-        launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns, **checked), given, cache)
+        launch = kernel.launch(p, config, GPU, pitch_of(case), p.columns)
+        if kind == "wgmma":
+            launch = replace(launch, recipe=trapping(launch.recipe))
+        launch = bound(launch, given, cache)
         results = []
         for _ in range(3):
             fill(raw, 0xFF, size + 2 * FENCE)

@@ -11,6 +11,7 @@ from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
 from support.spills import check_spills
 from support.sweep import every
+from support.traps import trapping
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.kernels.conv import configs
@@ -29,7 +30,8 @@ def recipe_of_case(name: str) -> nvrtc.Recipe:
     problem, config = CASES[name]
     family = conv_patch if isinstance(config, PatchConfig) else conv
     # The compiler does not move registers between warps if there is a trap.
-    return family.recipe(problem, config, checked=not getattr(config, "wide", False))
+    recipe = family.recipe(problem, config)
+    return recipe if getattr(config, "wide", False) else trapping(recipe)
 
 
 @pytest.mark.parametrize("name", every(2, covering({name: recipe_of_case(name) for name in CASES})))
@@ -47,7 +49,7 @@ def test_products_of_stacks_compile_without_spills(across: bool) -> None:
         conv.Config(1, 1, 1, 64, 8, stream=True),
     ):
         assert conv.refuse(problem, config) is None
-        check_spills(conv.recipe(problem, config, checked=True))
+        check_spills(trapping(conv.recipe(problem, config)))
 
 
 def test_the_first_candidates_of_resnet50_do_not_spill() -> None:

@@ -12,6 +12,7 @@ import pytest
 from support.bound import bound
 from support.conv_cases import CASES, GENERAL, apply_stages, convolve, in_reverse, plain_launch
 from support.device_memory import Memory
+from support.traps import trapping
 
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv import implicit_gemm as conv
@@ -73,7 +74,7 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
     at |= {"weights": memory.put(conv_params.pack_weights(problem, weights)), "channel": memory.put(bias)}
     at |= {"output": raw + fence, "residual": memory.put(residual)}
     made = plain_launch(problem, config, memory.device, weights)
-    made = replace(made, recipe=family.recipe(problem, config, checked=True))
+    made = replace(made, recipe=trapping(family.recipe(problem, config)))
     stream = getattr(config, "stream", False)
     if stream:
         partial, arrived = conv.workspace(problem, config, memory.device)
@@ -161,7 +162,7 @@ def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: K
         memory.put(np.ones(256, np.float32)),
     )
     made = plain_launch(problem, config, memory.device, [weight])
-    made = replace(made, recipe=conv.recipe(problem, config, checked=True))
+    made = replace(made, recipe=trapping(conv.recipe(problem, config)))
 
     def launch(residual: int, output: int) -> Launch:
         at = {"pixels0": source, "weights": packed, "channel": bias, "output": output, "residual": residual}
