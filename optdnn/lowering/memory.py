@@ -37,13 +37,11 @@ class Interval:
 class Use:
     """The buffers that a step reads and writes, by number.
 
-    ``scratch`` buffers live during this step only. ``in_place`` are pairs (output, input): the step may overwrite the input with
-    the output, element by element.
+    ``in_place`` are pairs (output, input): the step may overwrite the input with the output, element by element.
     """
 
     inputs: Sequence[int]
     outputs: Sequence[int]
-    scratch: Sequence[int] = ()
     in_place: Sequence[tuple[int, int]] = ()
 
 
@@ -103,10 +101,10 @@ class _Order:
     def of(cls, steps: Sequence[Use], live: Mapping[int, Interval], before: Sequence[int]) -> _Order:
         users, ended = dict.fromkeys(live, 0), dict.fromkeys(live, -1)
         for k, step in enumerate(steps):
-            for i in (*step.inputs, *step.outputs, *step.scratch):
+            for i in (*step.inputs, *step.outputs):
                 if i in live:
                     users[i] |= 1 << k
-            for i in (*step.outputs, *step.scratch):
+            for i in step.outputs:
                 if i in live:
                     ended[i] &= before[k]
         return cls(before, users, ended)
@@ -152,7 +150,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def lifetimes(steps: Sequence[Use], sizes: Mapping[int, int]) -> dict[int, Interval]:
-    """The interval of each buffer in ``sizes`` that a step writes or uses as scratch."""
+    """The interval of each buffer in ``sizes`` that a step writes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
@@ -161,7 +159,7 @@ def lifetimes(steps: Sequence[Use], sizes: Mapping[int, int]) -> dict[int, Inter
                 if i not in first:
                     raise InternalError(f"step {k} reads buffer {i} before a step writes it")
                 last[i] = k
-        for i in (*step.outputs, *step.scratch):
+        for i in step.outputs:
             if i in sizes:
                 first.setdefault(i, k)
                 last[i] = k
@@ -253,7 +251,7 @@ def place_buffers(
         for i, b in enumerate(program.buffers)
         if b.blob is None and i not in outside and b.nbytes is not None
     }
-    arena = plan([Use(s.inputs, s.outputs, (), in_place(s)) for s in program.steps], sizes, alignment, before)
+    arena = plan([Use(s.inputs, s.outputs, in_place(s)) for s in program.steps], sizes, alignment, before)
     buffers = tuple(replace(b, offset=arena.offsets.get(i)) for i, b in enumerate(program.buffers))
     return replace(program, buffers=buffers, arena_bytes=arena.arena_bytes), arena
 

@@ -58,7 +58,7 @@ def test_plans_survive_execution(network: tuple[list[Use], dict[int, int]]) -> N
     steps, sizes = network
     found = plan(steps, sizes)
     check_by_execution(steps, sizes, found)
-    apart = plan([Use(s.inputs, s.outputs, s.scratch) for s in steps], sizes)
+    apart = plan([Use(s.inputs, s.outputs) for s in steps], sizes)
     assert found.arena_bytes <= apart.arena_bytes  # sharing never increases the arena
     assert apart.arena_bytes >= apart.live_bytes == found.live_bytes
 
@@ -68,7 +68,7 @@ def test_plans_survive_execution(network: tuple[list[Use], dict[int, int]]) -> N
 
 def chain(*sizes: int, offers: bool = True) -> tuple[list[Use], dict[int, int]]:
     steps = [Use((), (0,))]
-    steps += [Use((i,), (i + 1,), (), [(i + 1, i)] if offers else ()) for i in range(len(sizes) - 1)]
+    steps += [Use((i,), (i + 1,), [(i + 1, i)] if offers else ()) for i in range(len(sizes) - 1)]
     return steps, dict(enumerate(sizes))
 
 
@@ -83,14 +83,14 @@ def test_a_pointwise_chain_runs_in_one_buffer() -> None:
 def test_sharing_is_refused_where_it_is_not_legal() -> None:
     larger, sizes = chain(64, 128)
     assert plan(larger, sizes).arena_bytes == 192
-    read_later = [Use((), (0,)), Use((0,), (1,), (), [(1, 0)]), Use((0, 1), (2,))]
+    read_later = [Use((), (0,)), Use((0,), (1,), [(1, 0)]), Use((0, 1), (2,))]
     found = plan(read_later, {0: 64, 1: 64, 2: 64})
     assert found.offsets[0] != found.offsets[1]
-    twice = [Use((), (0,)), Use((0,), (1, 2), (), [(1, 0), (2, 0)])]
+    twice = [Use((), (0,)), Use((0,), (1, 2), [(1, 0), (2, 0)])]
     found = plan(twice, {0: 64, 1: 64, 2: 64})
     assert found.offsets[1] != found.offsets[2]
     assert found.arena_bytes == 128
-    external = [Use((9,), (1,), (), [(1, 9)])]
+    external = [Use((9,), (1,), [(1, 9)])]
     assert plan(external, {1: 64}).offsets == {1: 0}
 
 
@@ -98,12 +98,12 @@ def test_sharing_is_refused_where_it_is_not_legal() -> None:
 
 
 def test_lifetimes_run_from_the_first_write_to_the_last_read() -> None:
-    steps = [Use((9,), (0,)), Use((0,), (1, 2), (3,)), Use((0, 1), (4,))]
+    steps = [Use((9,), (0,)), Use((0,), (1, 2, 3)), Use((0, 1), (4,))]
     live = lifetimes(steps, dict.fromkeys(range(5), 8))
     assert live == {
         0: Interval(8, 0, 2),
         1: Interval(8, 1, 2),
-        2: Interval(8, 1, 1),  # it has no reader, but it is written
+        2: Interval(8, 1, 1),  # these have no reader, but they are written
         3: Interval(8, 1, 1),
         4: Interval(8, 2, 2),
     }

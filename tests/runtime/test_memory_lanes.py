@@ -80,7 +80,7 @@ def test_an_order_that_lanes_do_not_allow_shows() -> None:
 
 def test_in_place_only_where_nobody_else_can_be_reading() -> None:
     """Step 1 may write 1 over 0 if step 2, which also reads 0, comes before it, but not if both are in parallel."""
-    steps = [Use((), (0,)), Use((0,), (2,)), Use((0,), (1,), (), [(1, 0)]), Use((1, 2), (3,))]
+    steps = [Use((), (0,)), Use((0,), (2,)), Use((0,), (1,), [(1, 0)]), Use((1, 2), (3,))]
     sizes = dict.fromkeys(range(4), 64)
     beside = [[], [0], [0], [1, 2]]
     ordered = [[], [0], [1], [2]]

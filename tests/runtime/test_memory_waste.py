@@ -22,7 +22,7 @@ def network(kind: str) -> tuple[list[Use], dict[int, int]]:
         sizes[out] = size
         if scratch:
             sizes[out + 1] = scratch
-        steps.append(Use(inputs, (out,), (out + 1,) if scratch else ()))
+        steps.append(Use(inputs, (out, out + 1) if scratch else (out,)))
         return out
 
     def act(c: int, s: int) -> int:

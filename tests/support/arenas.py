@@ -38,13 +38,11 @@ def check_by_execution(steps: Sequence[Use], sizes: Mapping[int, int], found: Pl
         return slice(found.offsets[i], found.offsets[i] + sizes[i])
 
     for k, step in enumerate(steps):
-        for i in step.scratch:
-            arena[bytes_of(i)] = i
         for i in step.inputs:
             assert (arena[bytes_of(i)] == i).all(), f"step {k}: operand {i} was overwritten"
         legal = {(o, s) for o, s in step.in_place}
         for o in step.outputs:
-            for i in (*step.inputs, *step.scratch, *step.outputs):
+            for i in (*step.inputs, *step.outputs):
                 if i != o and (o, i) not in legal:
                     a, b = bytes_of(o), bytes_of(i)
                     assert a.start >= b.stop or b.start >= a.stop, f"step {k}: {o} is written over {i}"
@@ -54,7 +52,7 @@ def check_by_execution(steps: Sequence[Use], sizes: Mapping[int, int], found: Pl
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[list[Use], dict[int, int]]:
-    """Random straight-line programs: several inputs and outputs, scratch, in-place offers (legal or not)."""
+    """Random straight-line programs: several inputs and outputs, in-place offers (legal or not)."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     n = draw(st.integers(1, 25))
     made: list[int] = []
@@ -68,16 +66,15 @@ def networks(draw: st.DrawFn) -> tuple[list[Use], dict[int, int]]:
     for _ in range(n):
         inputs = [rng.choice(made) for _ in range(rng.randint(0, 3))] if made else []
         outputs = [new() for _ in range(rng.randint(1, 2))]
-        scratch = [new() for _ in range(rng.randint(0, 1))]
         offers = [(o, i) for o in outputs for i in inputs if rng.random() < 0.5]
-        steps.append(Use(inputs, outputs, scratch, offers))
+        steps.append(Use(inputs, outputs, offers))
         made += outputs
     return steps, sizes
 
 
 def lanes_of(steps: Sequence[Use], rng: random.Random) -> list[Slot]:
     """A random lane for each step, and the waits that its operands need."""
-    writers: dict[int, int] = {i: k for k, s in enumerate(steps) for i in (*s.outputs, *s.scratch)}
+    writers: dict[int, int] = {i: k for k, s in enumerate(steps) for i in s.outputs}
     deps = [{writers[i] for i in s.inputs} for s in steps]
     lanes = [rng.randrange(4) for _ in steps]
     order = tuple(range(len(steps)))
