@@ -39,9 +39,9 @@ def pair(value: Pair) -> tuple[int, int]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-def normal(std: float, mean: float = 0.0) -> Init:
+def normal(std: float) -> Init:
     """Independent normal weights, drawn in float32."""
-    return lambda rng, shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(std) + np.float32(mean)
+    return lambda rng, shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
 
 def centered(std: float) -> Init:

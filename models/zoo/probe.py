@@ -20,10 +20,10 @@ MOST_BYTES = 1 << 25
 """Of the windows of a convolution's pictures that are copied together."""
 
 
-def settle(x: Array, bits: int = 16) -> Array:
-    """Round to ``bits`` significant bits: another machine's order of summation then gives the same bytes."""
+def settle(x: Array) -> Array:
+    """Round to 16 significant bits: another machine's order of summation then gives the same bytes."""
     mantissa, exponent = np.frexp(x)
-    return np.asarray(np.ldexp(np.round(mantissa * 2.0**bits) / 2.0**bits, exponent))
+    return np.asarray(np.ldexp(np.round(mantissa * 2.0**16) / 2.0**16, exponent))
 
 
 def statistics(x: Array) -> tuple[Array, Array]:
