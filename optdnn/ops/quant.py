@@ -156,10 +156,10 @@ def _float_call(call: Call, kind: str, attrs: Attrs, *operands: int) -> Call:
     return Call(kind, attrs, types, (None,) * len(types), 1, call.fresh)
 
 
-def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
-    """The product of operands ``a`` and ``b``, with their parameters (per row of A, per column of B) as operands."""
-    rows, columns = call.type(a).dims, call.type(b).dims
-    y = infer_matmul(_float_call(call, "MatMul", MatMulAttrs(), a, b)).types[0]
+def _product(call: Call, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
+    """The product of operands 0 and ``b``, with their parameters (per row of A, per column of B) as operands."""
+    rows, columns = call.type(0).dims, call.type(b).dims
+    y = infer_matmul(_float_call(call, "MatMul", MatMulAttrs(), 0, b)).types[0]
     for i in of_a:
         _check_row(call, i, rows[-2] if len(rows) > 1 else 1, f"{what} of A")
     for i in of_b:
@@ -185,7 +185,7 @@ def _infer_integer_product(call: Call) -> Result:
     if call.kind in ("ConvInteger", "QLinearConv"):
         y = _convolved(call, b, of_a, of_b, what)
     else:
-        y = _product(call, 0, b, what, of_a, of_b)
+        y = _product(call, b, what, of_a, of_b)
     if not linear:
         return Result((y.with_dtype(INT32),))
     _bytes(call, 7)

@@ -14,7 +14,6 @@ from support.simulated import check_simulated, feeds_of, lowered
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import turned
-from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
 from optdnn.lowering.assemble import overwritable
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -150,18 +149,18 @@ def test_the_last_tile_may_read_padding(channels: int, tmp_path: Path) -> None:
 
 def test_padding_belongs_to_the_rows() -> None:
     planes = view((64, 64, 150), (64, 1, 4096))
-    padded = turned.turn_of(view((64, 64, 150), (64 * 152, 152, 1)), planes, STRIDES_LIMIT)
+    padded = turned.turn_of(view((64, 64, 150), (64 * 152, 152, 1)), planes)
     assert padded is not None
     assert (padded.wide, padded.limit) == (8, 150)
-    assert turned.turn_of(view((64, 64, 150), (64 * 150, 150, 1)), planes, STRIDES_LIMIT) is None
-    second = turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 152), planes, STRIDES_LIMIT)
+    assert turned.turn_of(view((64, 64, 150), (64 * 150, 150, 1)), planes) is None
+    second = turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 152), planes)
     assert second is not None
-    assert turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 160), planes, STRIDES_LIMIT) is None
+    assert turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 160), planes) is None
 
 
 def test_tiles_leave_enough_threads() -> None:
-    small = turned.turn_of(view((512, 1024), (1, 512)), view((512, 1024), (1024, 1)), STRIDES_LIMIT)
-    large = turned.turn_of(view((8192, 8192), (1, 8192)), view((8192, 8192), (8192, 1)), STRIDES_LIMIT)
+    small = turned.turn_of(view((512, 1024), (1, 512)), view((512, 1024), (1024, 1)))
+    large = turned.turn_of(view((8192, 8192), (1, 8192)), view((8192, 8192), (8192, 1)))
     assert small is not None
     assert large is not None
     assert (small.wide, small.high) == (8, 1)
@@ -171,7 +170,7 @@ def test_tiles_leave_enough_threads() -> None:
 def to_planes(channels: int, pixels: int) -> turned.Turn:
     """The copy of channels-last pixels to a plane per channel."""
     shape = (channels, pixels)
-    found = turned.turn_of(view(shape, (1, channels)), view(shape, (pixels, 1)), STRIDES_LIMIT)
+    found = turned.turn_of(view(shape, (1, channels)), view(shape, (pixels, 1)))
     assert found is not None
     return found
 
@@ -208,7 +207,7 @@ def test_rows_that_no_warp_fills(channels: int, pixels: int, dims: tuple[int, ..
     ],
 )
 def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
-    assert turned.turn_of(source, target, STRIDES_LIMIT) is None
+    assert turned.turn_of(source, target) is None
 
 
 @pytest.mark.parametrize(
@@ -223,14 +222,14 @@ def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
 )
 def test_others_are_contiguous_where_the_target_is(other: TensorView, found: bool) -> None:
     source, target = view((512, 1024), (1, 512)), view((512, 1024), (1024, 1))
-    assert (turned.turn_of(source, target, STRIDES_LIMIT, [other]) is not None) is found
+    assert (turned.turn_of(source, target, [other]) is not None) is found
 
 
 @pytest.mark.parametrize(("dtype", "others", "tile"), [(FP16, 2, (8, 8)), (FP16, 3, (8, 4)), (FP32, 8, (4, 2))])
 def test_many_operands_make_tiles_smaller(dtype: DType, others: int, tile: tuple[int, int]) -> None:
     shape = (8192, 8192)
     target, row = view(shape, (8192, 1), dtype=dtype), view((8192, 1), (1, 1), dtype=dtype)
-    turn = turned.turn_of(view(shape, (1, 8192), dtype=dtype), target, STRIDES_LIMIT, [target] * others + [row] * 9)
+    turn = turned.turn_of(view(shape, (1, 8192), dtype=dtype), target, [target] * others + [row] * 9)
     assert turn is not None
     assert (turn.wide, turn.high) == tile
 
@@ -239,7 +238,7 @@ def test_many_operands_make_tiles_smaller(dtype: DType, others: int, tile: tuple
 @pytest.mark.parametrize("others", [4, 8])
 def test_many_operands_stay_in_registers(others: int) -> None:
     target = view((8192, 8192), (8192, 1))
-    turn = turned.turn_of(view((8192, 8192), (1, 8192)), target, STRIDES_LIMIT, [target] * others)
+    turn = turned.turn_of(view((8192, 8192), (1, 8192)), target, [target] * others)
     assert turn is not None
     source, *more = (turned.Operand(k, "f16", "float") for k in range(others + 1))
     lines = [
@@ -256,7 +255,7 @@ def test_many_operands_stay_in_registers(others: int) -> None:
 @pytest.mark.parametrize("shape", [(8192, 8192), (512, 1024)])
 def test_tiles_stay_in_registers(shape: tuple[int, int]) -> None:
     target = view(shape, (shape[1], 1))
-    turn = turned.turn_of(view(shape, (1, shape[0])), target, STRIDES_LIMIT)
+    turn = turned.turn_of(view(shape, (1, shape[0])), target)
     assert turn is not None
     found = nvrtc.resources(
         turned.launch("sm_90a", turn, turned.Elements(turned.Operand(0, "f16", "float"), "f16")).recipe

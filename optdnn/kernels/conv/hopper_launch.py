@@ -262,7 +262,7 @@ def emit_conv(
         kind, reads = "PooledConv" if problem.pooled else "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))
-        moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
+        moved = [Stage(s.kind, tuple(_shifted(a) for a in s.args), s.attrs) for s in ep.stages]
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
         column = bias_at.view((1, channels, *(1,) * (len(written.shape) - 2)), (0, 1, *(0,) * (len(written.shape) - 2)))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
@@ -426,8 +426,8 @@ def emit(
     b.emit(op, made, operands, kind, attrs, reads, writes, scratch=scratch, kept=kept)
 
 
-def _shift(arg: int | None, by: int) -> int | None:
+def _shifted(arg: int | None) -> int | None:
     """A stage argument with one more stage in front (registers) and operands in the order (result, bias, residual, constants…)."""
     if arg is None:
         return None
-    return arg - by if arg < 0 else arg - RESIDUAL + 2
+    return arg - 1 if arg < 0 else arg - RESIDUAL + 2

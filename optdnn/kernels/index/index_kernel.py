@@ -87,9 +87,9 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
     b.emit(op, launch, placed, kind, attrs, list(reads), list(writes.values() if results is None else results))
 
 
-def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:
-    """``o0, o1, …`` (with ``prefix`` for ``o``) as arguments; ``replaced``: axis -> another argument."""
-    return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
+def coordinates(rank: int, replaced: Mapping[int, str] | None = None) -> str:
+    """``o0, o1, …`` as arguments; ``replaced``: axis -> another argument."""
+    return ", ".join((replaced or {}).get(k, f"o{k}") for k in range(rank))
 
 
 def operand_at(b: Builder, op: Op, slot: int) -> TensorView | None:

@@ -94,7 +94,7 @@ def _grid_sample(b: Builder, op: Op) -> None:
     at = ", ".join(["o0", "o1", *(f"i{k}" for k in range(rank))])
     loops.append(f"acc += {t}(widen(p.x[at_x({at})])) * ({weight});")
     text = " ".join([*lines, f"{t} acc = 0;", *loops, closing])
-    text += f" p.y[at_y({coordinates('o', rank + 2)})] = narrow<{CPP[x.dtype]}>(acc);"
+    text += f" p.y[at_y({coordinates(rank + 2)})] = narrow<{CPP[x.dtype]}>(acc);"
     emit_index_kernel(
         b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=REFLECTED
     )
@@ -132,7 +132,7 @@ def _affine_grid(b: Builder, op: Op) -> None:
     last = len(out.shape) - 1
     terms = [f"{t}(widen(p.t[at_t(o0, o{last}, {rank - 1 - k})])) * c{k}" for k in reversed(range(rank))]
     lines.append(f"const {t} v = {' + '.join(terms)} + {t}(widen(p.t[at_t(o0, o{last}, {rank})]));")
-    lines.append(f"p.y[at_y({coordinates('o', len(out.shape))})] = narrow<{CPP[out.dtype]}>(v);")
+    lines.append(f"p.y[at_y({coordinates(len(out.shape))})] = narrow<{CPP[out.dtype]}>(v);")
     emit_index_kernel(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=operands_of(b, op))
 
 
@@ -156,7 +156,9 @@ def _einsum(b: Builder, op: Op) -> None:
         for k, (labels, p) in enumerate(zip(terms, operands, strict=True))
     )
     loops = " ".join(f"for (i64 s{i} = 0; s{i} < {sizes[x]}; s{i}++)" for i, x in enumerate(summed))
-    lines = f"{t} acc = 0; {loops} acc += {product}; p.y[at_y({coordinates('o', len(result))})] = narrow<{CPP[out.dtype]}>(acc);"
+    lines = (
+        f"{t} acc = 0; {loops} acc += {product}; p.y[at_y({coordinates(len(result))})] = narrow<{CPP[out.dtype]}>(acc);"
+    )
     tensors: dict[str, TensorView | None] = {f"x{k}": p for k, p in enumerate(operands)}
     emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
@@ -179,12 +181,12 @@ def _dft(b: Builder, op: Op) -> None:
     spectrum = a.inverse and a.onesided  # the operand is the one-sided spectrum of a real signal
     length = out.shape[axis] if not a.onesided or spectrum else _dft_length(b, op, x.shape[axis])
     taken = min(x.shape[axis], length // 2 + 1 if spectrum else length)
-    at = coordinates("o", r - 1, {axis: "j"})
+    at = coordinates(r - 1, {axis: "j"})
     imaginary = f"double(widen(p.x[at_x({at}, 1)]))" if x.shape[-1] == 2 else "0.0"
     sign = "" if a.inverse else "-"
     double = f"(j == 0 || 2 * j == {length} ? 1.0 : 2.0)" if spectrum else "1.0"
     scale = f" / {length}.0" if a.inverse else ""
-    stores = [f"p.y[at_y({coordinates('o', r - 1)}, {i})] = narrow<{CPP[out.dtype]}>({n}{scale});" for i, n in
+    stores = [f"p.y[at_y({coordinates(r - 1)}, {i})] = narrow<{CPP[out.dtype]}>({n}{scale});" for i, n in
               zip(range(out.shape[-1]), ("re", "im"), strict=False)]  # fmt: skip
     lines = f"""double re = 0, im = 0;
         for (i64 j = 0; j < {taken}; j++) {{
@@ -220,7 +222,7 @@ def _batch_norm(b: Builder, op: Op) -> None:
     x, out = needed(b, op, 0), b.target(op.value)
     scale, bias, mean, var = (needed(b, op, i) for i in range(1, 5))
     t = wide(x.dtype, scale.dtype, mean.dtype)
-    at = coordinates("o", len(out.shape))
+    at = coordinates(len(out.shape))
 
     def entry(name: str) -> str:
         return f"{t}(widen(p.{name}[at_{name}(o1)]))"
@@ -238,9 +240,9 @@ def _layer_norm(b: Builder, op: Op) -> None:
     r, t = len(x.shape), wide(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     count = math.prod(x.shape[axis:])
-    at = coordinates("o", r, {k: f"i{k}" for k in range(axis, r)})
+    at = coordinates(r, {k: f"i{k}" for k in range(axis, r)})
     loops = " ".join(f"for (i64 i{k} = 0; i{k} < {x.shape[k]}; i{k}++)" for k in range(axis, r))
-    row = coordinates("o", r, dict.fromkeys(range(axis, r), "0"))
+    row = coordinates(r, dict.fromkeys(range(axis, r), "0"))
 
     def entry(name: str, p: TensorView) -> str:
         rank = len(p.shape)

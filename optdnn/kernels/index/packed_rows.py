@@ -35,13 +35,13 @@ def packed_rows(b: Builder, op: Op) -> None:
     number = f"(u32({at}) >> u32(within % {per_byte} * {bits})) & {(1 << bits) - 1}"
     if bits == 8 and is_float(code):
         weights, number = replace(weights, dtype=code), f"widen({at})"
-    lines = f"""i64 row = i64(p.i[at_i({coordinates("o", last)})]);
+    lines = f"""i64 row = i64(p.i[at_i({coordinates(last)})]);
         row = row < 0 ? row + {rows} : row;
         row = row < 0 ? 0 : row >= {rows} ? {rows - 1} : row;
         const i64 block = o{last} / {a.block_size}, within = o{last} % {a.block_size};
         const {"float" if bits == 8 and is_float(code) else "u32"} number = {number};
         const {t} scale = {t}(widen(p.s[at_s(row, block)]));
-        p.y[at_y({coordinates("o", last + 1)})] = narrow<{CPP[out.dtype]}>(({_value(code, t)} - {zero}) * scale);"""
+        p.y[at_y({coordinates(last + 1)})] = narrow<{CPP[out.dtype]}>(({_value(code, t)} - {zero}) * scale);"""
     tensors = {"w": weights, "i": indices, "s": scales, "z": zeros}
     emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 

@@ -35,9 +35,9 @@ BATCH = 8
 """Elements of a tile per thread."""
 
 
-def _number(name: str, placed: TensorView | None, default: str) -> str:
-    """C++ of the single element of a tensor as a 64-bit integer; ``default`` if it is absent."""
-    return default if placed is None else f"i64(widen(p.{name}[0]))"
+def _number(name: str, placed: TensorView | None) -> str:
+    """C++ of the single element of a tensor as a 64-bit integer; 0 if it is absent."""
+    return "0" if placed is None else f"i64(widen(p.{name}[0]))"
 
 
 # ---------------------------------------------------------------- the operators
@@ -47,8 +47,8 @@ def _trilu(b: Builder, op: Op) -> None:
     x, k, out = needed(b, op, 0), operand_at(b, op, 1), b.target(op.value)
     r = len(out.shape)
     kept = ">=" if op.attrs.upper else "<="
-    lines = f"""const bool kept = o{r - 1} - o{r - 2} {kept} {_number("k", k, "0")};
-        p.y[at_y({coordinates("o", r)})] = kept ? p.x[at_x({coordinates("o", r)})] : narrow<{CPP[x.dtype]}>({arithmetic(x.dtype)}(0));"""
+    lines = f"""const bool kept = o{r - 1} - o{r - 2} {kept} {_number("k", k)};
+        p.y[at_y({coordinates(r)})] = kept ? p.x[at_x({coordinates(r)})] : narrow<{CPP[x.dtype]}>({arithmetic(x.dtype)}(0));"""
     emit_index_kernel(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=operands_of(b, op))
 
 
@@ -61,7 +61,7 @@ def _shared_by_warps(x: TensorView, axis: int) -> bool:
 def _scanned(op: Op, rank: int, axis: int, number: str, element: str) -> str:
     """C++ of a warp's prefix sum of a line, 32 elements at a time, by shuffles."""
     a, combine, first = op.attrs, *(("+", "0") if op.kind == "CumSum" else ("*", "1"))
-    at = coordinates("o", rank, {axis: "j"})
+    at = coordinates(rank, {axis: "j"})
     return f"""const i64 lane = o{rank}, n = p.n_x[{axis}];
         {number} before = {number}({first});
         for (i64 t = lane; t - lane < n; t += {WARP}) {{
@@ -90,7 +90,7 @@ def _scanned_by_blocks(op: Op, rank: int, axis: int, number: str, element: str) 
     """C++ of a block's prefix sum of a line, tile by tile. A thread has BATCH consecutive elements of a tile; it loads those of the next
     tile before it sums its own. ``before``: the sum of all tiles before this one."""
     a, combine, first = op.attrs, *(("+", "0") if op.kind == "CumSum" else ("*", "1"))
-    at, tile = coordinates("o", rank, {axis: "j"}), THREADS * BATCH
+    at, tile = coordinates(rank, {axis: "j"}), THREADS * BATCH
     add, store = f"sum = sum {combine} v[k];", f"p.y[at_y({at})] = narrow<{element}>(sum);"
 
     def each(begin: str, line: str) -> str:
@@ -151,7 +151,7 @@ def _cumulate(b: Builder, op: Op) -> None:
         lines = _scanned(op, r, along, t, CPP[out.dtype])
     elif along is not None:  # a thread walks a line
         space = [1 if k == along else n for k, n in enumerate(out.shape)]
-        at = coordinates("o", r, {along: "j"})
+        at = coordinates(r, {along: "j"})
         before, after = ("store(at_y({0}), acc);", "") if a.exclusive else ("", "store(at_y({0}), acc);")
         lines = f"""{t} acc = {t}({first});
         auto store = [&](i64 to, {t} value) {{ p.y[to] = narrow<{CPP[out.dtype]}>(value); }};
@@ -162,19 +162,19 @@ def _cumulate(b: Builder, op: Op) -> None:
         }}"""
     else:  # each element sums the elements before it
         space = list(out.shape)
-        lines = f"""const i64 c[] = {{{coordinates("o", r)}}};
-        i64 a = {_number("axis", axis, "0")};
+        lines = f"""const i64 c[] = {{{coordinates(r)}}};
+        i64 a = {_number("axis", axis)};
         a += a < 0 ? {r} : 0;
         if (a < 0 || a >= {r}) continue;
         {t} acc = {t}({first});
         for (i64 t = 0; t < p.n_x[a]; t++) {{
             const i64 j = {"p.n_x[a] - 1 - t" if a.reverse else "t"};
             if ({str(a.exclusive).lower()} && j == c[a]) break;
-            const {t} v = widen(p.x[at_x({coordinates("o", r)}) + (j - c[a]) * p.s_x[a]]);
+            const {t} v = widen(p.x[at_x({coordinates(r)}) + (j - c[a]) * p.s_x[a]]);
             acc = {combine};
             if (j == c[a]) break;
         }}
-        p.y[at_y({coordinates("o", r)})] = narrow<{CPP[out.dtype]}>(acc);"""
+        p.y[at_y({coordinates(r)})] = narrow<{CPP[out.dtype]}>(acc);"""
     emit_index_kernel(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=operands_of(b, op))
 
 
@@ -186,7 +186,7 @@ def _one_hot(b: Builder, op: Op) -> None:
     t = "double" if is_float(index.dtype) else "i64"
     lines = f"""const {t} v = {t}(widen(p.i[at_i({at})]));
         const bool hit = v == {t}(o{axis}) || v + {t}({out.shape[axis]}) == {t}(o{axis});
-        p.y[at_y({coordinates("o", r)})] = p.v[at_v(hit ? 1 : 0)];"""
+        p.y[at_y({coordinates(r)})] = p.v[at_v(hit ? 1 : 0)];"""
     emit_index_kernel(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=operands_of(b, op))
 
 
@@ -195,7 +195,7 @@ def _hardmax(b: Builder, op: Op) -> None:
     r, t, ty = len(out.shape), arithmetic(x.dtype), CPP[x.dtype]
     axis = normalize_axis(op.attrs.axis, r)
     space = [1 if k == axis else n for k, n in enumerate(out.shape)]
-    at = coordinates("o", r, {axis: "j"})
+    at = coordinates(r, {axis: "j"})
     lines = f"""{t} best = {t}(0);
         i64 found = 0;
         for (i64 j = 0; j < p.n_x[{axis}]; j++) {{
@@ -213,7 +213,7 @@ def _reverse_sequence(b: Builder, op: Op) -> None:
     lines = f"""const i64 length = i64(widen(p.l[at_l(o{batch})]));
         i64 t = o{time} < length ? length - 1 - o{time} : o{time};
         t = t < 0 ? 0 : t < p.n_x[{time}] ? t : p.n_x[{time}] - 1;
-        p.y[at_y({coordinates("o", r)})] = p.x[at_x({coordinates("o", r, {time: "t"})})];"""
+        p.y[at_y({coordinates(r)})] = p.x[at_x({coordinates(r, {time: "t"})})];"""
     emit_index_kernel(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
 
 
@@ -222,17 +222,17 @@ def _top_k(b: Builder, op: Op) -> None:
     writes = {name: b.target(v) for v, name in zip(op.values, ("y", "i"), strict=False)}
     r, t = len(x.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
-    index = f"p.i[at_i({coordinates('o', r, {axis: 'rank'})})] = o{axis};" if "i" in writes else ""
+    index = f"p.i[at_i({coordinates(r, {axis: 'rank'})})] = o{axis};" if "i" in writes else ""
     before = "w > v || (w != w && v == v)" if op.attrs.largest else "w < v || (v != v && w == w)"
-    lines = f"""const {t} v = widen(p.x[at_x({coordinates("o", r)})]);
+    lines = f"""const {t} v = widen(p.x[at_x({coordinates(r)})]);
         i64 rank = 0;
         for (i64 j = 0; j < p.n_x[{axis}]; j++) {{
-            const {t} w = widen(p.x[at_x({coordinates("o", r, {axis: "j"})})]);
+            const {t} w = widen(p.x[at_x({coordinates(r, {axis: "j"})})]);
             const bool equal = w == v || (w != w && v != v);
             rank += {before} || (equal && j < o{axis});
         }}
         if (rank < p.n_y[{axis}]) {{
-            p.y[at_y({coordinates("o", r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
+            p.y[at_y({coordinates(r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
             {index}
         }}"""
     emit_index_kernel(b, op, x.shape, {"x": x}, writes, lines, reads=operands_of(b, op))
@@ -240,7 +240,7 @@ def _top_k(b: Builder, op: Op) -> None:
 
 def _bit_cast(b: Builder, op: Op) -> None:
     x, out = needed(b, op, 0), b.target(op.value)
-    at = coordinates("o", len(out.shape))
+    at = coordinates(len(out.shape))
     lines = f"""union {{ {CPP[x.dtype]} from; {CPP[out.dtype]} to; }} bits;
         bits.from = p.x[at_x({at})];
         p.y[at_y({at})] = bits.to;"""

@@ -44,7 +44,7 @@ def _max_roi_pool(b: Builder, op: Op) -> None:
     loops = "".join(f"for (i64 i_{k} = begin_{k}; i_{k} < end_{k}; i_{k}++) {{ " for k in "yx")
     text = " ".join([*lines, f"{t} acc = {limits(t)[0]}; bool any = false;", loops])
     text += " acc = max_nan(acc, widen(p.x[at_x(image, o1, i_y, i_x)])); any = true; }}"
-    text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>(any ? acc : {t}(0));"
+    text += f" p.y[at_y({coordinates(4)})] = narrow<{CPP[out.dtype]}>(any ? acc : {t}(0));"
     emit_index_kernel(b, op, out.shape, {"x": x, "r": rois}, {"y": out}, text, reads=operands_of(b, op))
 
 
@@ -100,8 +100,8 @@ def _pool_with_indices(b: Builder, op: Op) -> None:
             const {t} v = widen(p.x[at_x({at})]);
             if (v > best || found < 0) {{ best = v; found = (o0 * {x.shape[1]} + o1) * {math.prod(spatial)} + {flat}; }}
         }} {"}" * rank}
-        p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(best);
-        p.i[at_i({coordinates("o", rank + 2)})] = found;"""
+        p.y[at_y({coordinates(rank + 2)})] = narrow<{CPP[out.dtype]}>(best);
+        p.i[at_i({coordinates(rank + 2)})] = found;"""
     emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=operands_of(b, op))
 
 
@@ -124,7 +124,7 @@ def _col2im(b: Builder, op: Op) -> None:
         row, column = f"({row} * {block[k]} + k{k})", f"({column} * {steps[k]} + r{k} / {a.strides[k]})"
     lines = f"""{t} acc = 0;
         {" ".join(loops)} acc += {t}(widen(p.x[at_x(o0, {row}, {column})])); {"}" * rank}
-        p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(acc);"""
+        p.y[at_y({coordinates(rank + 2)})] = narrow<{CPP[out.dtype]}>(acc);"""
     emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 

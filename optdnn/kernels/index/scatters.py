@@ -110,13 +110,13 @@ def _scatter_elements(b: Builder, op: Op) -> None:
     r, t = len(out.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     if _direct(b, op) or _adds(b, op):
-        places = [("i64(p.i[at_i({})])".format(coordinates("o", r)), axis)]
+        places = [(f"i64(p.i[at_i({coordinates(r)})])", axis)]
         _write_updates(
             b, op, _last(b, op, index), updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)]
         )
         return
     inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
-    at, own = coordinates("o", r, {axis: "j"}), coordinates("o", r)
+    at, own = coordinates(r, {axis: "j"}), coordinates(r)
     search = _Search(op, index.shape[axis], r, t)
     near = index.strides[axis] == 1 or math.prod(out.shape) <= FEW_RESULTS
     search = search if near else replace(search, count=0)
@@ -149,7 +149,7 @@ def _scatter_nd(b: Builder, op: Op) -> None:
         f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
         for k in range(depth)
     )
-    own = [coordinates("o", r, {r - 1: f"o{r - 1} * {each} + {e}"} if each > 1 else {}) for e in range(each)]
+    own = [coordinates(r, {r - 1: f"o{r - 1} * {each} + {e}"} if each > 1 else {}) for e in range(each)]
     first = ", ".join(f"o{k}" for k in range(depth, r - 1))
     last = [f"o{r - 1} * {each} + {e}" if each > 1 else f"o{r - 1}" for e in range(each)] if r > depth else [""]
     at = [", ".join(part for part in ("j", first, place) if part) for place in last]
@@ -226,7 +226,7 @@ def _write_updates(
     inside = " && ".join(f"to{k} >= 0 && to{k} < p.n_y[{k}]" for _, k in places)
     lines = f"""{found}
         if ({inside}) {{"""
-    place, update = f"at_y({', '.join(at)})", f"p.u[at_u({coordinates('o', len(updates.shape))})]"
+    place, update = f"at_y({', '.join(at)})", f"p.u[at_u({coordinates(len(updates.shape))})]"
     lines += f" add_to(p.y + {place}, double(widen({update}))); }}" if adds else f" p.y[{place}] = {update}; }}"
     reads = [out, *operands_of(b, op)[1:]]
     emit_index_kernel(b, op, updates.shape, {"i": index, "u": updates}, {"y": out}, lines, reads=reads)
@@ -250,7 +250,7 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
     wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""
     lines = f"""i64 at = o{axis} + {first};
         {wrap}
-        if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
+        if (at >= 0 && at < {size}) p.y[at_y({coordinates(r, {axis: "at"})})] = p.u[at_u({coordinates(r)})];"""
     reads = [out, *operands_of(b, op)[1:]]
     moved, into = _words(updates, out) if axis < r - 1 else (updates, out)
     emit_index_kernel(b, op, moved.shape, {"u": moved, "w": start}, {"y": into}, lines, reads=reads, results=[out])

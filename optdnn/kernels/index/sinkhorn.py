@@ -64,7 +64,7 @@ def _sinkhorn(b: Builder, op: Op) -> None:
     lanes = _lanes(columns)
     full = math.prod(outer) * lanes % 32 == 0
     of_rows, of_columns = _divisions(rows, lanes, full, t, a)
-    at = coordinates("o", r, {r - 2: "a"})
+    at = coordinates(r, {r - 2: "a"})
     holds = "true" if lanes == columns else f"o{r - 1} < {columns}"
     lines = f"""const bool holds = {holds};
         {t} m[{rows}];

@@ -30,10 +30,10 @@ def emit_move(b: Builder, move: Move) -> None:
         return
     rank, at, cases = len(out.shape), 0, []
     for k, x in enumerate(move.sources):
-        inside = coordinates("o", rank, {axis: f"o{axis} - {at}"})
+        inside = coordinates(rank, {axis: f"o{axis} - {at}"})
         at += x.shape[axis]
         cases.append(f"if (o{axis} < {at}) p.y[place] = p.x{k}[at_x{k}({inside})];")
-    lines = f"const i64 place = at_y({coordinates('o', rank)});\n        " + "\n        else ".join(cases)
+    lines = f"const i64 place = at_y({coordinates(rank)});\n        " + "\n        else ".join(cases)
     tensors = {f"x{k}": x for k, x in enumerate(move.sources)}
     emit_index_kernel(
         b, op, out.shape, tensors, {"y": out}, lines, reads=move.sources, meaning=("Concat", {"axis": axis})

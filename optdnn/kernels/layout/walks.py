@@ -17,18 +17,16 @@ def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[st
     return " ".join(lines)
 
 
-def batched(
-    first: str, stop: str, stride: int, count: int, load: Callable[[str, int], str], use: Callable[[int], str]
-) -> str:
-    """C++ of a loop from ``first`` to ``stop`` in steps of ``stride``. ``count`` elements are loaded before the first of them is used;
-    beyond the end, the last element is loaded again. ``load(index, k)`` and ``use(k)`` give the C++ for element k of a batch."""
+def batched(stride: int, count: int, load: Callable[[str, int], str], use: Callable[[int], str]) -> str:
+    """C++ of a loop from ``begin + lane`` to ``end`` in steps of ``stride``. ``count`` elements are loaded before the first of them is
+    used; beyond the end, the last element is loaded again. ``load(index, k)`` and ``use(k)`` give the C++ for element k of a batch."""
     loads, uses = [], []
     for k in range(count):
-        at = f"(i + {k * stride}u < {stop} ? i + {k * stride}u : {stop} - 1u)" if k else "i + 0u"
+        at = f"(i + {k * stride}u < end ? i + {k * stride}u : end - 1u)" if k else "i + 0u"
         loads.append(load(at, k))
-        uses.append(f"if (i + {k * stride}u < {stop}) {use(k)}" if k else use(k))
+        uses.append(f"if (i + {k * stride}u < end) {use(k)}" if k else use(k))
     body = "\n            ".join([*loads, *uses])
-    return f"for (u32 i = {first}; i < {stop}; i += {stride * count}) {{\n            {body}\n        }}"
+    return f"for (u32 i = begin + lane; i < end; i += {stride * count}) {{\n            {body}\n        }}"
 
 
 def pieces(

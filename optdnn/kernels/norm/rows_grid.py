@@ -241,7 +241,7 @@ def _statistics(plan: RowPlan, problem: Problem, rank: int) -> str:
             )
 
         lines.append(
-            f"{t} t{k}; {{ {t} s = {start};\n        {batched('begin + lane', 'end', THREADS, AHEAD, load, use)}\n"
+            f"{t} t{k}; {{ {t} s = {start};\n        {batched(THREADS, AHEAD, load, use)}\n"
             f"        {_sum(t, combine)}\n"
             f"        if (lane == 0) p.parts[item * {len(plan.statistics)}u + {k}u] = s;\n"
             f"        t{k} = {post if k < last else 's'}; }}"
@@ -290,4 +290,4 @@ def _applied(plan: RowPlan, problem: Problem, rank: int, step: Sequence[int]) ->
         each = f"for (int j = 0; j < {lanes}; j++) {{ {value} y.lane[j] = narrow<{to}>({t}({result})); }}"
         return f"{{ Pack<{to}, {lanes}> y; {each} y.store(p.y + at_y{j}); }}"
 
-    return batched("begin + lane", "end", THREADS, AHEAD, load, use)
+    return batched(THREADS, AHEAD, load, use)

@@ -109,7 +109,7 @@ def _turned(
         return None
     for i, x in present:
         others = [(k, y) for k, y in present if k != i]
-        turn = turned.turn_of(x, out, STRIDES_LIMIT, [y for _, y in others])
+        turn = turned.turn_of(x, out, [y for _, y in others])
         if turn is not None:
             source, *more = (turned.Operand(k, CPP[y.dtype], arithmetic(y.dtype)) for k, y in ((i, x), *others))
             elements = turned.Elements(source, CPP[out.dtype], tuple(lines), result if lines else "", tuple(more))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.launch import Launch, Parameters
-from optdnn.kernels.pointwise.strides import broadcast, merge
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast, merge
 
 THREADS = 256
 ENOUGH_THREADS = 1 << 16
@@ -87,7 +87,7 @@ class Elements:
         return f"{{ {lines} {place} = narrow<{self.target}>({self.result}); }}"
 
 
-def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Sequence[TensorView] = ()) -> Turn | None:
+def turn_of(source: TensorView, target: TensorView, others: Sequence[TensorView] = ()) -> Turn | None:
     """The transposing copy of two tensors of one shape, if they are large and contiguous along different axes; else None. ``others``
     broadcast to the shape, and are contiguous where the target is, or do not change along that axis."""
     count = math.prod(target.shape)
@@ -97,7 +97,7 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int, others: Seq
     dims, (to, of, *beside_them) = merge(target.shape, [target.strides, source.strides, *spread])
     along = next((k for k, s in enumerate(of) if s == 1), None)
     last = len(dims) - 1
-    if along is None or along == last or to[last] != 1 or len(dims) + 2 > axes_limit:
+    if along is None or along == last or to[last] != 1 or len(dims) + 2 > STRIDES_LIMIT:
         return None
     apart = [s for k, s in enumerate(of) if k != along]
     wide, limit = _vector(dims[along], source, apart), 0

@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) dynamic_range(const __gr
     wait_for_predecessor();
     const u32 lane = threadIdx.x, begin = blockIdx.x * {chunk}u, end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;
     float low = 0.0f, high = 0.0f;
-    {batched("begin + lane", "end", THREADS, AHEAD, load, use)}
+    {batched(THREADS, AHEAD, load, use)}
     {_of_block()}{merged}
     if (lane == 0) {{
         float scale = (high - low) / 255.0f;

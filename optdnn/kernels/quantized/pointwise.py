@@ -28,7 +28,7 @@ def _parameter(name: str, placed: TensorView | None, axis: int, rank: int, block
     if len(placed.shape) <= 1 and math.prod(placed.shape) == 1:
         return f"p.{name}[0]"
     if block:
-        return f"p.{name}[at_{name}({coordinates('o', rank, {axis: f'o{axis} / {block}'})})]"
+        return f"p.{name}[at_{name}({coordinates(rank, {axis: f'o{axis} / {block}'})})]"
     return f"p.{name}[at_{name}(o{axis})]"
 
 
@@ -49,7 +49,7 @@ def rounded(value: str, zero: str, out: DType) -> str:
 def _quantize(b: Builder, op: Op) -> None:
     x, scale, zero, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     a, r = op.attrs, len(out.shape)
-    axis, at, t = _axis(op, r), coordinates("o", r), CPP[a.precision or scale.dtype]
+    axis, at, t = _axis(op, r), coordinates(r), CPP[a.precision or scale.dtype]
     s, z = (_parameter(n, p, axis, r, a.block_size) for n, p in (("s", scale), ("z", zero)))
     # The quotient has the scale's type, and is rounded to it.
     lines = f"""const auto v = widen(narrow<{t}>(widen(narrow<{t}>(widen(p.x[at_x({at})]))) / widen(narrow<{t}>(widen({s})))));"""
@@ -73,7 +73,7 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
         for i, d in ((1, FP32), (2, UINT8))
     )
     emit_range(b, op, x, scale, zero, best(x, b.gpu))
-    out, at = b.target(op.value), coordinates("o", rank)
+    out, at = b.target(op.value), coordinates(rank)
     quotient = f"float(widen(p.x[at_x({at})])) / p.s[0]"
     lines = f"{rounded(quotient, 'p.z[0]', UINT8)} p.y[at_y({at})] = u8(q);"
     attrs = attrs_dict(QuantizeAttrs(UINT8))
@@ -86,7 +86,7 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
 def _dequantize(b: Builder, op: Op) -> None:
     x, scale, zero, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     r, t = len(out.shape), wide(scale.dtype, out.dtype)
-    axis, at = _axis(op, r), coordinates("o", r)
+    axis, at = _axis(op, r), coordinates(r)
     zero = None if is_float(x.dtype) else zero
     s, z = (_parameter(n, p, axis, r, op.attrs.block_size) for n, p in (("s", scale), ("z", zero)))
     value = f"{t}(i64(widen(p.x[at_x({at})])) - i64(widen({z})))" if z else f"{t}(widen(p.x[at_x({at})]))"
@@ -131,7 +131,7 @@ def _integer_product(b: Builder, op: Op) -> None:
     lines = f"""i64 acc = 0;
         for (i64 k = 0; k < {k}; k++) acc += (i64(p.a[at_a({at_a})]){shift["z"]}) * (i64(p.c[at_c({at_c})]){shift["v"]});
         const int total = int(acc);"""
-    at = coordinates("o", r)
+    at = coordinates(r)
     if linear:
         t = wide(placed["s"].dtype)
         factor = f"{t}(widen({entry('s', True)})) * {t}(widen({entry('u', False)})) / {t}(widen(p.w[0]))"
@@ -176,7 +176,7 @@ def _integer_convolution(b: Builder, op: Op) -> None:
         {" ".join(walk)}
         acc += (i64(p.x[at_x({at_x})]){z}) * (i64(p.w[at_w({at_w})]){v});
         {"}" * len(axes)}"""
-    at = coordinates("o", len(out.shape))
+    at = coordinates(len(out.shape))
     if linear:
         t = wide(placed["s"].dtype)
         bias = f" acc += i64({entry('b')});" if "b" in placed else ""
