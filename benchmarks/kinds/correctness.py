@@ -60,11 +60,11 @@ def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
 def compiled_for(program: Program, arch: str) -> Program:
     """The same program, its kernels to be compiled for another architecture."""
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache
-    from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
+    from optdnn.runtime.cuda.compile.recipes import recipe_of
 
     recipes = [replace(recipe_of(k), arch=arch) for k in program.kernels]
     made = zip(program.kernels, recipes, strict=True)
-    kernels = tuple(replace(k, arch=arch, source=source_digest(r), cubin=None) for k, r in made)
+    kernels = tuple(replace(k, arch=arch, source=r.digest(), cubin=None) for k, r in made)
     KernelCache().get_many(recipes, workers=4)
     return replace(program, kernels=kernels, meta={**program.meta, "arch": arch})
 

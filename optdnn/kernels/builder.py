@@ -20,7 +20,6 @@ from optdnn.ir.epilogue import summed_dtype
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
@@ -339,7 +338,7 @@ class Builder:
         key = (r.name, launch.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
         if key not in self._kernel_of:
             self._kernel_of[key] = len(self.kernels)
-            made = Kernel(r.name, launch.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r))
+            made = Kernel(r.name, launch.function, r.arch, dict(r.generated), tuple(r.options), r.digest())
             self.kernels.append(made)
             self.recipes.append(r)
         return self._kernel_of[key]

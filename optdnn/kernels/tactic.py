@@ -41,11 +41,6 @@ class Region:
         return frozenset().union(*(op.src for op in self.ops))
 
 
-def readers(graph: Graph, op: Op) -> list[Op]:
-    """The operators that read a result of ``op``."""
-    return graph.readers(op)
-
-
 @dataclass(frozen=True)
 class Offer:
     """A configuration in which a tactic can run an operator.
@@ -167,7 +162,7 @@ class TakesAfter(Tactic):
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the results."""
-        return readers(graph, op)
+        return graph.readers(op)
 
 
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:

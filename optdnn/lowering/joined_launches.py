@@ -21,7 +21,6 @@ from optdnn.lowering.assemble import compact
 from optdnn.lowering.repeated_operators import repeated
 from optdnn.lowering.traced_copies import traced
 from optdnn.ops.fused import plain_stages, typed_value
-from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, Pointer, ReferenceOp, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
@@ -343,9 +342,7 @@ def _launches(program: Program, group: Group, kernels: list[Kernel], gpu: GpuFac
 def _launch(parts: Sequence[joint.Part], kernels: list[Kernel], gpu: GpuFacts, src: tuple[str, ...]) -> Step:
     made = joint.launch(gpu.arch, parts)
     recipe = made.recipe
-    kernel = Kernel(
-        recipe.name, made.function, recipe.arch, dict(recipe.generated), recipe.options, source_digest(recipe)
-    )
+    kernel = Kernel(recipe.name, made.function, recipe.arch, dict(recipe.generated), recipe.options, recipe.digest())
     if kernel not in kernels:
         kernels.append(kernel)
     inputs = tuple(dict.fromkeys(x.buffer for part in parts for _, x in part.present))

@@ -26,7 +26,6 @@ from optdnn.kernels.megakernel.kernel import (
     refuse_product,
     slots,
 )
-from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
 from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, Pointer, RunPart, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
@@ -212,7 +211,7 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
     """The program with the launches of a run's steps as jobs."""
     kinds, layout = run.kinds, _layout(run, gpu)
     made = recipe(kinds, len(run.jobs), gpu)
-    kernel = Kernel(made.name, "megakernel", made.arch, dict(made.generated), tuple(made.options), source_digest(made))
+    kernel = Kernel(made.name, "megakernel", made.arch, dict(made.generated), tuple(made.options), made.digest())
     exchange = Buffer(f"{EXCHANGE}.{len(program.kernels)}", UINT8, (layout.nbytes,))
     number, buffer = len(program.kernels), len(program.buffers)
     blocks, shared = gpu.multiprocessors, slots(kinds, gpu)[1]

@@ -11,7 +11,6 @@ import pytest
 
 import optdnn
 from optdnn.errors import EngineError
-from optdnn.runtime.cuda.compile import recipes as kernels_of
 from optdnn.runtime.cuda.compile.nvrtc import KernelError, Recipe
 from optdnn.runtime.file import format as engine_format
 from optdnn.runtime.program import Program
@@ -52,7 +51,7 @@ def resourced(made: Program, text: str, template: str = "general.cu") -> Program
     kernel = next(k for k in made.kernels if k.template == template)
     generated = {"generated.cuh": text}
     try:
-        digest = kernels_of.source_digest(Recipe(kernel.template, kernel.arch, generated, kernel.options))
+        digest = Recipe(kernel.template, kernel.arch, generated, kernel.options).digest()
     except KernelError:
         digest = "0" * 64
     return changed(made, template, generated=generated, source=digest)

@@ -10,6 +10,7 @@ from support.tuned import convolution, remembered, tuned
 
 import optdnn.tuning.timing_keys
 from optdnn.lowering.choose import TacticChoice
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.tuning.timing_cache import NetworkChoices, TimingCache
 
 pytestmark = pytest.mark.nvrtc
@@ -63,7 +64,7 @@ def test_facts_that_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> 
     options: dict[str, Any] = {}
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
     if change == "kernels":
-        monkeypatch.setattr("optdnn.kernels.builder.source_digest", lambda recipe: "0" * 64)
+        monkeypatch.setattr(Recipe, "digest", lambda self, *first: "0" * 64)
         monkeypatch.setattr(optdnn.tuning.timing_keys, "template_files", dict)
     if change == "workspace":
         options["workspace"] = 1 << 30

@@ -16,7 +16,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm.activation import NormOutput, output_of
 from optdnn.kernels.norm.group_norm import emit_images, group_norm_offers, image_problem, refuse_images
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region, readers
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 
@@ -50,8 +50,8 @@ class AddGroupNorm(ProblemTactic):
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the sum (one may be a normalization), and their readers."""
-        near = readers(graph, op)
-        return [*near, *(user for one in near for user in readers(graph, one))]
+        near = graph.readers(op)
+        return [*near, *(user for one in near for user in graph.readers(one))]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition, the normalization, and the activation after it."""

@@ -20,7 +20,7 @@ from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, is_stored, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, narrowing_of, quantizer_of
-from optdnn.kernels.tactic import Offer, Region, TakesAfter, readers
+from optdnn.kernels.tactic import Offer, Region, TakesAfter
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -149,8 +149,8 @@ class StoresNarrower(TakesAfter):
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result, and those of its normalizations."""
-        norms = readers(graph, op)
-        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
+        norms = graph.readers(op)
+        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in graph.readers(norm))]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, the norm and the operator that makes the narrower result."""

@@ -16,7 +16,7 @@ from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.rows_once import RowsOnce, is_stored, parameters, placed, row_problem
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.quantized.quantizer import Quantizer, dequantization, meaning, quantizer_of
-from optdnn.kernels.tactic import Region, readers
+from optdnn.kernels.tactic import Region
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import QuantParams
@@ -66,7 +66,7 @@ class DequantizedRows(RowsOnce):
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operator that dequantizes, and the readers of the result: one may be a quantization."""
-        return [*_before(graph, op), *readers(graph, op)]
+        return [*_before(graph, op), *graph.readers(op)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator that dequantizes, the norm, and the quantization."""

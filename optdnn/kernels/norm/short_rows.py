@@ -18,7 +18,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.expressions import CPP, body, literal
 from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.kernels.tactic import Region, TakesAfter, readers
+from optdnn.kernels.tactic import Region, TakesAfter
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.program import Step
@@ -126,7 +126,7 @@ class ShortRowsPair(ShortRows):
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other norm, and the readers of both results."""
         other = twin(graph, op)
-        return readers(graph, op) if other is None else [*readers(graph, op), other, *readers(graph, other)]
+        return graph.readers(op) if other is None else [*graph.readers(op), other, *graph.readers(other)]
 
     def emit(self, b: Builder, op: Op, config: object) -> None:
         other = twin(b.graph, op)

@@ -21,7 +21,7 @@ from optdnn.kernels.quantized import dynamic_range
 from optdnn.kernels.quantized.quantizer import rounded_range
 from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.reduce.means import BATCH_S, LAUNCH_S, LOAD_S, MEET_S
-from optdnn.kernels.tactic import Offer, Region, readers
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, FP16, FP32
@@ -118,7 +118,7 @@ class DynamicRounding(Elementwise):
             return "it does not round its operand by the operand's range"
         if not isinstance(b.chosen.get(found.id), dynamic_range.DynamicRange):
             return "the range is computed on the CPU"
-        if any(reader.value in b.place for reader in readers(b.graph, found)):
+        if any(reader.value in b.place for reader in b.graph.readers(found)):
             return "another operator reads the range before the operand is rounded"
         x, out = b.source(op.inputs[0]), b.result(op.value, self.strides(b, op))
         if x.dtype not in (FP16, BF16, FP32):

@@ -122,7 +122,7 @@ class Recipe:
         return self.digest(f"abi {ABI}", f"nvrtc {'.'.join(map(str, version()))}")
 
     def digest(self, *first: str) -> str:
-        """SHA-256 over ``first``, the architecture, the options, and every text with its name."""
+        """SHA-256 over ``first`` and all that determines a cubin, except the compiler: named texts, options, architecture."""
         texts = (x for item in sorted(self.sources().items()) for x in item)
         return _digest(*first, self.arch, *self.options, *texts)
 

@@ -16,11 +16,6 @@ def recipe_of(kernel: Kernel) -> Recipe:
     return Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
 
 
-def source_digest(recipe: Recipe) -> str:
-    """SHA-256 over everything that determines a cubin, except the compiler's version: texts, options and architecture."""
-    return recipe.digest()
-
-
 def cubins(
     program: Program,
     *,
@@ -83,7 +78,7 @@ def _compile_custom(op: CustomOp, kernel: Kernel, cache: KernelCache) -> None:
 
 def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:
     try:
-        fresh = source_digest(recipe) == kernel.source
+        fresh = recipe.digest() == kernel.source
     except KernelError:  # the template is gone
         fresh = False
     if not fresh:

@@ -21,7 +21,7 @@ from support.timer import hashed, tactics_of
 
 from optdnn.errors import EngineStale, RunError
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache
-from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.device import gpu_count
 from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.cuda.trials.gpu_worker import fault_text
@@ -142,7 +142,7 @@ def test_a_wrong_candidate_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kernel_that_does_not_compile_is_a_failed_candidate(started: GpuProcess) -> None:
     good = program()
     broken = replace(good.kernels[0], options=("--no-such-option",))
-    broken = replace(broken, source=source_digest(recipe_of(broken)))
+    broken = replace(broken, source=recipe_of(broken).digest())
     with pytest.raises(TrialFailed):
         TrialTimer(started).trial("a", replace(good, kernels=(broken, *good.kernels[1:])), cold=False, give_up=1.0)
     assert started.losses == []

@@ -26,7 +26,7 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.optimize import optimize
-from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.process import CandidateLost, TrialTimer, gpu_process
 from optdnn.runtime.program import Program
@@ -197,7 +197,7 @@ def sabotaged(program: Program, fault: str) -> Program:
 extern "C" __global__ void {k.function}(const __grid_constant__ Params p) {{ {fault} }}
 """
     made = replace(k, template="general.cu", generated={"generated.cuh": text}, options=("--std=c++17",))
-    made = replace(made, source=source_digest(recipe_of(made)))
+    made = replace(made, source=recipe_of(made).digest())
     return replace(program, kernels=tuple(made if i == number else x for i, x in enumerate(program.kernels)))
 
 
