@@ -101,6 +101,14 @@ def emit(e: Emit, kind: str, *inputs: Any, **attrs: Any) -> Ref:
     return e.op(kind, inputs, e.definition(kind).attrs(**attrs))[0]
 
 
+def needs(node: NodeSpec, *slots: int) -> list[Ref]:
+    """The operands in these slots. Raises ShapeError if one is absent."""
+    missing = [i for i in slots if node.input(i) is None]
+    if missing:
+        raise ShapeError(f"{node.op_type} needs operand {missing[0]}")
+    return [node.inputs[i] for i in slots]
+
+
 def required(node: NodeSpec, name: str) -> Any:
     """A required attribute; raises ShapeError when the node has none."""
     value = node.get(name)

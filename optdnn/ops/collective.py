@@ -17,7 +17,7 @@ from typing import Any
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import MOVEMENT, Attrs, Call, Cost, Result, Unsupported, same_type
-from optdnn.ops.checks import elements, floating, free
+from optdnn.ops.checks import elements, floating, free, needs
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import normalize_axis
@@ -71,9 +71,7 @@ def _reduce(node: NodeSpec, e: Emit, world: int) -> Sequence[Ref]:
 
 
 def _gather(node: NodeSpec, e: Emit, world: int, axis: int) -> Sequence[Ref]:
-    (x,) = node.inputs[:1]
-    if x is None:
-        raise ShapeError(f"{node.op_type} needs operand 0")
+    (x,) = needs(node, 0)
     rank = e.type(x).rank
     if rank is None:
         raise Unsupported("an operand of unknown rank")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit
+from optdnn.ops.checks import emit, needs
 from optdnn.ops.contrib_attention import (
     attention,
     decoder_attention,
@@ -21,7 +21,7 @@ from optdnn.ops.contrib_images import IMAGES
 from optdnn.ops.contrib_quantized import QUANTIZED
 from optdnn.ops.contrib_recurrent import RECURRENT
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs, typed_as
+from optdnn.ops.restate import MICROSOFT, as_standard, typed_as
 from optdnn.types import FP32
 
 # ---------------------------------------------------------------- products and activations

@@ -12,11 +12,11 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs, merge_heads, split_heads
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.checks import emit, needs, require_rank, required
 from optdnn.ops.contrib_cache import unpacked
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import count, needs, refuse_attributes, refuse_operands, typed_as
+from optdnn.ops.restate import count, refuse_attributes, refuse_operands, typed_as
 from optdnn.types import FP32, INT64
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import split_heads
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.checks import emit, needs, require_rank, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import MICROSOFT, as_standard, count, needs, refuse_operands, standard, typed_as
+from optdnn.ops.restate import MICROSOFT, as_standard, count, refuse_operands, standard, typed_as
 from optdnn.types import BOOL, FP32, INT32, INT64
 
 # ---------------------------------------------------------------- biases

@@ -8,9 +8,9 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.checks import emit, needs, require_rank, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.ops.restate import MICROSOFT, as_standard
 
 
 def channels_first(e: Emit, x: Ref) -> Ref:

@@ -12,11 +12,11 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank
+from optdnn.ops.checks import emit, needs, require_rank
 from optdnn.ops.contrib_packed import code_of
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.packed_layout import PackedMatMulAttrs, blocks_of, check_block, row_bytes
-from optdnn.ops.restate import needs, refuse_attributes
+from optdnn.ops.restate import refuse_attributes
 from optdnn.types import DTYPES, UINT8, Array, bits_of, unpacked
 
 Expert: TypeAlias = Callable[[int, Ref], Ref]

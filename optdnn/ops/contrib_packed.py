@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.checks import emit, needs, require_rank, required
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.packed_export import INT8_ROWS
 from optdnn.ops.packed_layout import (
@@ -26,7 +26,7 @@ from optdnn.ops.packed_layout import (
     row_bytes,
     unsigned,
 )
-from optdnn.ops.restate import needs, refuse_attributes
+from optdnn.ops.restate import refuse_attributes
 from optdnn.types import (
     DTYPES,
     FP32,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.checks import emit, required
+from optdnn.ops.checks import emit, needs, required
 from optdnn.ops.contrib_images import channels_first, channels_last
 from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
 from optdnn.ops.contrib_packed import gather_block_quantized, matmul_bnb4, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs, standard
+from optdnn.ops.restate import MICROSOFT, as_standard, standard
 from optdnn.types import FP32
 
 

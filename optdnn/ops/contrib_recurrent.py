@@ -11,9 +11,9 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import RotaryAttrs, merge_heads, split_heads
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank
+from optdnn.ops.checks import emit, needs, require_rank
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
+from optdnn.ops.restate import MICROSOFT, as_standard, refuse_attributes, refuse_operands
 from optdnn.types import FP32, Array
 
 _ACTIVATIONS = {"none": None, "": None, "silu": "Swish", "swish": "Swish"}

@@ -10,7 +10,7 @@ from typing import Any
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import PRODUCT_TOL, Attrs, Call, Cost, FusedAttrs, Result
-from optdnn.ops.checks import agree, agree_all, elements, require_length, require_rank
+from optdnn.ops.checks import agree, agree_all, elements, needs, require_length, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.fused import fused_flops, product_flops, with_stages
@@ -158,10 +158,7 @@ def _check_kernel_shape(node: NodeSpec, kernel: Sequence[DimLike]) -> None:
 
 def operand_types(node: NodeSpec, e: Emit, weights: int = 1) -> tuple[TensorType, TensorType]:
     """Types of the input and of the weights, which are in operand slot ``weights``."""
-    x, w = node.input(0), node.input(weights)
-    if x is None or w is None:
-        raise ShapeError(f"{node.op_type} needs an input and weights")
-    tx, tw = e.type(x), e.type(w)
+    tx, tw = map(e.type, needs(node, 0, weights))
     if len(tw.dims) < 3:
         raise ShapeError(f"{node.op_type} weights {tw} must have at least 3 dimensions")
     require_rank(tx, len(tw.dims), f"{node.op_type} input (its weights are {tw})")

@@ -221,11 +221,8 @@ def onnx_number(dtype: DType) -> int:
     return next(n for n, d in ONNX_TYPES.items() if d == dtype)
 
 
-def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None) -> int:
+def normalized_axis(node: NodeSpec, e: Emit, default: int) -> int:
     """The attribute ``axis``, counted from the front if the rank of operand 0 is known."""
-    axis = node.get("axis", default)
-    if axis is None:
-        raise ShapeError(f"{node.op_type} needs the attribute axis")
-    ref = node.input(0)
+    axis, ref = int(node.get("axis", default)), node.input(0)
     rank = None if ref is None else e.type(ref).rank
-    return int(axis) if rank is None else normalize_axis(int(axis), rank)
+    return axis if rank is None else normalize_axis(axis, rank)

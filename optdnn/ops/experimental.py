@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.checks import emit, require_length, require_rank, required
+from optdnn.ops.checks import emit, needs, require_length, require_rank, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import needs
 from optdnn.types import Array
 
 

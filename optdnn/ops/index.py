@@ -110,7 +110,7 @@ def _infer_split(call: Call) -> Result:
 
 
 def _import_concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("Concat", node.inputs, ConcatAttrs(normalized_axis(node, e)))
+    return e.op("Concat", node.inputs, ConcatAttrs(normalized_axis(node, e, 1)))
 
 
 def _import_split(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import STEPS_TOL, Attrs, Call, Cost, Result, Unsupported
-from optdnn.ops.checks import agree, agree_all, extent, floating, require_rank, required
+from optdnn.ops.checks import agree, agree_all, extent, floating, needs, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, needs, refuse_attributes
+from optdnn.ops.restate import MICROSOFT, refuse_attributes
 from optdnn.types import TensorType, is_float
 
 GATED = frozenset({"gated", "gated_delta"})

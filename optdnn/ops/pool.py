@@ -10,7 +10,7 @@ from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.limits import WINDOW
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Traits, Unsupported
-from optdnn.ops.checks import agree_all, elements, extent, per_element, require_length, require_rank, required
+from optdnn.ops.checks import agree_all, elements, extent, needs, per_element, require_length, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import Window, check_window, read_window
@@ -119,9 +119,7 @@ def _infer_unpool(call: Call) -> Result:
 
 
 def _window(node: NodeSpec, e: Emit) -> tuple[tuple[int, ...], Window, bool]:
-    x = node.input(0)
-    if x is None:
-        raise ShapeError(f"{node.op_type} needs an input")
+    (x,) = needs(node, 0)
     kernel = tuple(int(k) for k in required(node, "kernel_shape"))
     spatial = e.type(x).dims[2:]
     require_length(kernel, len(spatial), f"{node.op_type} kernel_shape")

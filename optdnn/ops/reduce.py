@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
 from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Known, Result, Tol, Traits
-from optdnn.ops.checks import per_element
+from optdnn.ops.checks import needs, per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import BOOL, INT64, Shape, TensorType, normalize_axis
@@ -128,9 +128,7 @@ def _infer_arg(call: Call) -> Result:
 
 def _import_reduce(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     kind = node.op_type
-    x = node.input(0)
-    if x is None:
-        raise ShapeError(f"{kind} needs an input")
+    (x,) = needs(node, 0)
     attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
     axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
     listed = node.ints("axes")

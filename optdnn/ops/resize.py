@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
-from optdnn.ops.checks import elements, require_length, required
+from optdnn.ops.checks import elements, needs, require_length, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
 from optdnn.runtime.reference.resize import aspect_scale, plan, scaled_size
@@ -158,15 +158,11 @@ def _import_resize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 def _import_old(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Resize 10 and Upsample 7 and 9: asymmetric coordinates, and for nearest, floor (ceil along axes that shrink)."""
-    x, scales = node.input(0), node.input(1)
-    if x is None:
-        raise ShapeError(f"{node.op_type} needs an input")
     if node.op_type == "Upsample" and node.opset < 9:
-        values: Any = np.asarray(required(node, "scales"), np.float32)
-        scales = values
+        (x,), values = needs(node, 0), np.asarray(required(node, "scales"), np.float32)
+        scales: Any = values
     else:
-        if scales is None:
-            raise ShapeError(f"{node.op_type} needs scales")
+        x, scales = needs(node, 0, 1)
         values = e.value(scales)
     mode = _choice(node, "mode", "nearest", ("nearest", "linear", "bilinear"))
     mode = "linear" if mode == "bilinear" else mode

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
@@ -36,14 +35,6 @@ def standard(name: str) -> FromOnnx:
 def typed_as(e: Emit, like: Ref, values: Any) -> Array:
     """``values`` in the element type of ``like``."""
     return np.asarray(values, e.type(like).dtype)
-
-
-def needs(node: NodeSpec, *slots: int) -> list[Ref]:
-    """The operands in these slots. Raises ShapeError if one is absent."""
-    missing = [i for i in slots if node.input(i) is None]
-    if missing:
-        raise ShapeError(f"{node.op_type} needs operand {missing[0]}")
-    return [node.inputs[i] for i in slots]
 
 
 def refuse_operands(node: NodeSpec, **names: int) -> None:

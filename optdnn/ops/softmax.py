@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.errors import ShapeError
 from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Result, Tol
-from optdnn.ops.checks import emit, floating, per_element
+from optdnn.ops.checks import emit, floating, needs, per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import normalize_axis
@@ -30,9 +29,7 @@ def _infer(call: Call) -> Result:
 
 def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     kind = node.op_type
-    x = node.input(0)
-    if x is None:
-        raise ShapeError(f"{kind} needs an input")
+    (x,) = needs(node, 0)
     t = e.type(x)
     rank = len(t.dims)
     if node.opset >= 13:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import TensorProto
 
+from optdnn.ops.checks import needs
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import as_standard, needs, standard
+from optdnn.ops.restate import as_standard, standard
 
 DOMAIN = "trt."
 

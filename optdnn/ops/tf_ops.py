@@ -10,23 +10,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.errors import ShapeError
-from optdnn.ops.checks import emit
+from optdnn.ops.checks import emit, needs
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 
 
 def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """``1 - erf(x)``: accurate enough for a GELU, because a small number is added to a large one."""
-    if node.input(0) is None:
-        raise ShapeError("Erfc needs operand 0")
-    x = node.inputs[0]
+    (x,) = needs(node, 0)
     return (emit(e, "Sub", np.asarray(1, e.type(x).dtype), emit(e, "Erf", x)),)
 
 
 def _gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    if node.input(0) is None:
-        raise ShapeError("TFL_GELU needs operand 0")
-    return (emit(e, "Gelu", node.inputs[0], approximate="tanh" if node.get("approximate") else "none"),)
+    return (emit(e, "Gelu", *needs(node, 0), approximate="tanh" if node.get("approximate") else "none"),)
 
 
 IMPORTERS: dict[str, FromOnnx] = {"Erfc": _erfc, "TFL_GELU": _gelu}

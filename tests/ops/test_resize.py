@@ -237,7 +237,7 @@ def test_unknown_operands_give_fresh_symbols() -> None:
         ([None, None, [1, 1, 8, 8]], {"nearest_mode": "up"}, 19, "nearest_mode is 'up'"),
         ([None, None, [1, 1, 8, 8]], {"coordinate_transformation_mode": "x"}, 19, "transformation_mode is 'x'"),
         ([None, None, [1, 1, 8, 8]], {"keep_aspect_ratio_policy": "x"}, 19, "policy is 'x'"),
-        ([], {}, 10, "needs scales"),
+        ([], {}, 10, "needs operand 1"),
     ],
 )
 def test_contradictions_are_refused(inputs: list[Any], attrs: Json, opset: int, message: str) -> None:
