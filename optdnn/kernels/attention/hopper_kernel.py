@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_config import (
     Config,
     at_once,
@@ -68,8 +67,6 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``rows``, ``columns``, ``sinks``. Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
-    if problem.heads % key_heads:
-        raise InternalError("query heads do not share key heads evenly")
     parameters = Parameters()
     for name, view, features, heads, positions, rows in (
         ("q", problem.q, problem.features, problem.heads, problem.queries, 64),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
@@ -125,10 +124,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
 def launch(
     problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
 ) -> Launch:
-    """The launch. Operands: the operands of :func:`product_parameters`; with a norm, its ``scale`` (fp32 ``[depth]``). Raises
-    InternalError."""
-    if reason := refuse(problem, config, gpu):
-        raise InternalError(f"packed_digits: {reason}")
+    """The launch. Operands: the operands of :func:`product_parameters`; with a norm, its ``scale`` (fp32 ``[depth]``)."""
     parameters = product_parameters(problem, pairs=True)
     parameters.pointer("scale" if problem.norm else None)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)

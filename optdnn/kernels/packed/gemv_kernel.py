@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
@@ -78,9 +77,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: the operands of :func:`product_parameters`. Raises InternalError."""
-    if reason := refuse(problem, config):
-        raise InternalError(f"packed_gemv: {reason}")
+    """The launch. Operands: the operands of :func:`product_parameters`."""
     parameters = product_parameters(problem)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
     blocks = -(-problem.tiles // config.tiles)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
@@ -124,9 +123,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: the operands of :func:`product_parameters`, and if K is shared ``partial`` and ``arrived``
-    (:func:`workspace`). Raises InternalError."""
-    if reason := refuse(problem, config):
-        raise InternalError(f"packed_mma: {reason}")
+    (:func:`workspace`)."""
     parameters = product_parameters(problem)
     parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch)

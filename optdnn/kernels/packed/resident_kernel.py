@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
@@ -164,10 +163,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: the operands of :func:`product_parameters`, and those of :func:`workspace` (``partial`` and ``arrived``).
-    Raises InternalError."""
-    if reason := refuse(problem, config, gpu):
-        raise InternalError(f"packed_resident: {reason}")
+    """The launch. Operands: the operands of :func:`product_parameters`, and those of :func:`workspace` (``partial`` and ``arrived``)."""
     parameters = product_parameters(problem, pairs=True)
     parameters.pointer(*(("partial", "arrived") if config.split > 1 and not config.cluster else (None, None)))
     blocks = parts(problem, config, gpu)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from optdnn.errors import InternalError
 from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, template_options, tensor_map, whole_kib
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines
@@ -181,9 +180,7 @@ def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``tiles``, ``scales``, ``zeros`` (with zero points), ``bias`` (fp32, padded to a multiple of four
-    columns), ``residual``, ``output``. Raises InternalError."""
-    if reason := refuse(problem, config):
-        raise InternalError(f"packed_sm90: {reason}")
+    columns), ``residual``, ``output``."""
     box = (BOX_K, config.rows)
     rows = tensor_map("x", problem.dtype, (problem.depth, problem.rows), (x_pitch * 2,), box, SPAN)
     parameters = Parameters().tensor_map(rows, *_weight_maps(problem, config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.space_to_depth import space_to_depth, space_to_depth_weights
 from optdnn.types import Array
@@ -21,8 +20,6 @@ def overlapped(source: Source, together: int) -> Source:
     Padding to the left and right then has to be part of the image: :func:`row_padding`.
     """
     made = space_to_depth(source)
-    if made.channels != LANES:
-        raise InternalError(f"neighboring pixels of {made.channels} channels cannot be read together")
     taps = -(-made.kernel[1] // together)
     top, left, bottom, right = made.padding
     width = left + made.width + right + taps * together - made.kernel[1] - (together - 1)
