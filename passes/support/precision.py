@@ -224,9 +224,6 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
             shape = graph.type(bias).shape or ()
             if len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
                 return f"its bias {graph.type(bias)} is not one number per column"
-        weights = graph.constant_value(op.input(1))
-        if weights is not None and not is_float(weights.dtype):
-            return "its weights are integers already"
     return None
 
 
