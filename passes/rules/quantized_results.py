@@ -35,8 +35,6 @@ def quantized_siblings(graph: Graph, op: Op) -> Match | Miss | None:
     others = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x and u is not op]
     if not others:
         return None
-    if any(v is None or graph.constant_value(v) is None for u in (op, *others) for v in u.inputs[1:3]):
-        return Miss("its weights are not constant")
     if _is_joined(graph, op):
         return Miss("a Concat joins the results, and each product writes directly into the Concat's result")
     alike = [u for u in others if _key(graph, u) == _key(graph, op) and not _is_joined(graph, u)]

@@ -20,7 +20,7 @@ from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Region, Tactic, TakesAfter
 from optdnn.ops.base import attrs_dict
-from optdnn.types import is_float, normalize_axis
+from optdnn.types import normalize_axis
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,6 @@ class Rows(Tactic):
     name = "rows"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if not is_float(op.outputs[0].type.dtype):
-            return "it is for floating point"
         if not op.outputs[0].type.dims:
             return "a scalar has no rows"
         if any(b.graph.uses(v) for v in op.values[1:]):
