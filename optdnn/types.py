@@ -6,7 +6,7 @@ Element types are NumPy dtypes everywhere; bfloat16, the floats of 8 and fewer b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from optdnn.dim import Dim, DimLike, dim_max, substitute
+from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -177,10 +177,6 @@ class TensorType:
         return len(self.shape) == len(other.shape) and all(
             a == b or isinstance(a, Dim) or isinstance(b, Dim) for a, b in zip(self.shape, other.shape, strict=True)
         )
-
-    def bind(self, sizes: Mapping[str, int]) -> TensorType:
-        """The type with the symbols in ``sizes`` replaced by their values."""
-        return self if self.shape is None else self.with_shape([substitute(d, sizes) for d in self.shape])
 
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)}{show_shape(self.shape)}"
