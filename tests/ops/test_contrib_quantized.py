@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from contribnode import F, check, one
@@ -150,3 +151,17 @@ def test_rows_of_a_packed_table(bits: int, zeros: bool, k: int, block: int) -> N
     feeds = {"x0": np.array([[8, 0, 3]])}
     (actual,) = evaluate(import_model(m), feeds).values()
     np.testing.assert_allclose(actual, onnxruntime_run(m, feeds)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_rows_of_a_table_of_narrow_integers(zeros: bool) -> None:
+    """One element per number, with zero points of the same type, 0 by default."""
+    table, zero = (integers(np.int8, 5, n, seed=n) % 16 - 8 for n in (32, 2))
+    scales = np.random.default_rng(2).uniform(-0.1, 0.1, (5, 2)).astype(F)
+    more = [zero.astype(ml_dtypes.int4)] if zeros else []
+    m, _ = one("GatherBlockQuantized", [np.array([4, 0]), table.astype(ml_dtypes.int4), scales, *more], block_size=16)
+    node = m.graph.node[0]
+    node.input[0], node.input[1] = node.input[1], node.input[0]
+    (actual,) = evaluate(import_model(m), {"x0": np.array([4, 0])}).values()
+    wide = [np.repeat(x, 16, axis=1) for x in (zero if zeros else 0 * zero, scales)]
+    np.testing.assert_allclose(actual, ((table - wide[0]) * wide[1])[[4, 0]], rtol=1e-6)

@@ -13,6 +13,7 @@ from onenode import normal
 
 from optdnn.errors import OptdnnError, ShapeError
 from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs
 from optdnn.ops.collective import AllGatherAttrs
@@ -138,6 +139,7 @@ LEARNED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "3 scores for 2 labels": (
         "LinearClassifier", [X[0]], {"coefficients": [1.0] * 24, "intercepts": [0.0] * 3, "classlabels_ints": [1, 2]},
     ),
+    "inputdimensions says 3 columns": ("FeatureVectorizer", [X[0]], {"inputdimensions": [3]}),
     "norm=L3": ("Normalizer", [X[0]], {"norm": "L3"}),
     "Imputer has no values": ("Imputer", [X[0]], {"replaced_value_float": 1.0}),
     "2 keys for 1 values": ("LabelEncoder", [X[0]], {"keys_floats": [1.0, 2.0], "values_floats": [1.0]}),
@@ -151,10 +153,22 @@ LEARNED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def learned(op: str, operands: list[Any], **attrs: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    """A model of one node of ai.onnx.ml, and its feeds."""
+    model, feeds = one(op, operands, domain="ai.onnx.ml", **attrs)
+    model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 2))
+    return model, feeds
+
+
 @pytest.mark.parametrize("because", LEARNED)
 def test_nodes_of_classic_learning_that_no_importer_takes(because: str) -> None:
     op, operands, attrs = LEARNED[because]
-    model, _ = one(op, operands, domain="ai.onnx.ml", **attrs)
-    model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 2))
     with pytest.raises(OptdnnError, match=because):
-        import_model(model)
+        import_model(learned(op, operands, **attrs)[0])
+
+
+def test_features_in_one_row() -> None:
+    operands = [normal(3, 4), np.arange(3)]
+    model, feeds = learned("FeatureVectorizer", operands, fed=2, inputdimensions=[4, 1])
+    (y,) = evaluate(import_model(model), feeds).values()
+    assert np.array_equal(y, np.column_stack(operands).astype(np.float32))
