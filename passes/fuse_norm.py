@@ -151,9 +151,8 @@ class FusedNorm:
 
 def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
     """The axes of a reduction that keeps its dimensions, counted from the front."""
-    rank = graph.type(operand(op)).rank
-    if rank is None:
-        return Miss("the rank of the operand is unknown")
+    dims = graph.type(operand(op)).dims
+    rank = len(dims)
     if op.kind == "GlobalAveragePool":
         return tuple(range(2, rank))
     given = op.input(1)
@@ -165,7 +164,6 @@ def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
     if not len(axes):
         return () if op.attrs.noop_with_empty_axes else tuple(range(rank))
     found = sorted(a % rank for a in axes if isinstance(a, int))
-    dims = graph.type(operand(op)).dims
     while len(found) > 1 and dims[found[0]] == 1 and found[1] != found[0] + 1:
         found = found[1:]  # the batch axis of one image: MeanVarianceNormalization reduces it as well
     return tuple(found)

@@ -81,9 +81,9 @@ def member_of(graph: Graph, op: Op, *, tensors: bool = False) -> Member | str:
         return f"its weights have rank {weight.ndim}, not 2"
     if attrs.prologue:
         return "it has its own prologue"
-    if output.shape is None or len(output.shape) < 2:
-        return "the rank of its result is unknown"
-    width, rank = weight.shape[output_axis(op)], len(output.shape)
+    width, rank = weight.shape[output_axis(op)], len(output.dims)
+    if rank < 2:
+        return "it multiplies a vector"
     axis = _channels(op)
     arity = op.definition.arity
     assert arity is not None
