@@ -32,8 +32,8 @@ def slower_than_scalar(
     ``result``: where the result goes."""
     if other.refuse(b, op) is not None:
         return None
-    copied = _copied(b, op, own, result)[len(other.convolution(b, op).copied) :]
-    return costlier(b, op, own, other, 1.0 if copied else SLOWER, sum(map(copy_seconds, copied)))
+    more = sum(map(copy_seconds, _copied(b, op, own, result))) - sum(map(copy_seconds, other.convolution(b, op).copied))
+    return costlier(b, op, own, other, 1.0 if more > 0 else SLOWER, more)
 
 
 def _copied(b: Builder, op: Op, own: ConvolutionKernel, result: TensorView) -> list[TensorView]:

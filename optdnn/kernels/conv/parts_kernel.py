@@ -25,8 +25,8 @@ PIXELS = 64
 """Pixels of a warpgroup: wgmma's M."""
 MOST_COLUMNS = 144
 """Most channels of a warpgroup: a thread has the sums of a K step, and the whole sums."""
-VOLUME_COLUMNS = 136
-"""The same for two warpgroups and volumes, whose tiles have more coordinates."""
+VOLUME_COLUMNS, CHANGED_COLUMNS = 136, 112
+"""The same for two warpgroups and volumes, whose tiles have more coordinates; and for a prologue together with a vote."""
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 136, 144)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MOST_STAGES = 16
@@ -162,16 +162,23 @@ def shared_bytes(problem: Problem, config: PartsConfig) -> int:
     return _BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
 
 
+def _most_columns(problem: Problem, config: PartsConfig) -> int:
+    """Most channels of a warpgroup for which registers suffice."""
+    if problem.prologue and problem.selective:
+        return CHANGED_COLUMNS
+    return VOLUME_COLUMNS if config.groups == 2 and problem.volume else MOST_COLUMNS
+
+
 def refuse(problem: Problem, config: PartsConfig, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if not problem.parts:
         return f"it multiplies fp32 in parts, not {problem.dtype}"
-    if problem.pooled or problem.prologue or problem.stack or problem.together > 1:
-        return "it has no prologue, pooling or stacks"
+    if problem.pooled or problem.stack or problem.together > 1:
+        return "it has no pooling or stacks"
     if (
         config.groups not in (1, 2)
         or config.columns % 8
-        or not 8 <= config.columns <= (VOLUME_COLUMNS if problem.volume and config.groups == 2 else MOST_COLUMNS)
+        or not 8 <= config.columns <= _most_columns(problem, config)
         or config.tile[0] > 256
     ):
         return "not a tile of this kernel"
@@ -189,6 +196,7 @@ def recipe(problem: Problem, config: PartsConfig, arch: str = "sm_90a") -> Recip
         "PARTS": 1, "PIXEL_GROUPS": config.pixel_groups, "CHANNEL_GROUPS": config.channel_groups, "GROUP_CHANNELS": config.columns,
         "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split, "MODE0": modes[0], "MODE1": modes[1],
         "UNEVEN": int(problem.selective), "EQUALIZED": int(problem.equalized), "BANDED": int(problem.bands > 1),
+        "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
         "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     text = generated(problem, defines, render.pixels_instruction(config.columns, "float16"))
@@ -204,9 +212,9 @@ def grid_blocks(problem: Problem, config: PartsConfig, device: GpuFacts) -> int:
 START, EPILOGUE, EXCHANGE = 2400, 980, 670
 """Cycles of a launch until its first products; of a tile after its last ones; and in which a cluster begins to exchange sums."""
 COLUMN, SENT = 23.0, 29.0  # cycles to finish a column of a tile; bytes of sums that a block sends per cycle
-LEAST_STEP, VOTE = {1: 400, 2: 550}, 75
+LEAST_STEP, VOTE, CHANGE = {1: 400, 2: 550}, 75, 100
 """Cycles of a K step without products, by the block's warpgroups: a thread waits for its pixels and divides them; and cycles to look for
-uneven ones (seven networks that did so took 9 % longer)."""
+uneven ones (seven networks that did so took 9 % longer), and to apply a prologue."""
 TOGETHER = 1.29
 """Exponent of the norm that combines these cycles with those of the products."""
 BESIDE = 0.7
@@ -219,7 +227,7 @@ def estimate(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
     channels, pixels = config.tile
     tiles, steps = config.joint_tiles(problem)[1], -(-problem.k_steps // config.split)
     products = config.groups * problem.block // 16 * 3 * config.columns / 2
-    least = LEAST_STEP[config.groups] + (VOTE if problem.selective else 0)
+    least = LEAST_STEP[config.groups] + (VOTE if problem.selective else 0) + (CHANGE if problem.prologue else 0)
     step = float((products**TOGETHER + least**TOGETHER) ** (1 / TOGETHER))
     end = EPILOGUE + COLUMN * config.columns
     if config.split > 1:
@@ -229,7 +237,7 @@ def estimate(problem: Problem, config: PartsConfig, device: GpuFacts) -> float:
 
 
 def _widths(problem: Problem, groups: int) -> Sequence[int]:
-    """Channels of a warpgroup to consider: with bands, also those of which whole tiles fill a band."""
+    """Channels of a warpgroup to consider: with bands, also those that divide a band into equal tiles."""
     if problem.bands == 1:
         return WIDTHS
     even = {up(-(-problem.band_channels // (n * groups)), 8) for n in range(1, problem.band_channels // 8 + 1)}

@@ -241,8 +241,10 @@ class Problem(WithEpilogue):
             raise InternalError("bands are equal parts of the channels of one source, without a prologue")
         once = [s.mode for s in self.sources] == [ROWS]
         padded = [s.mode for s in self.sources] == [IM2COL] and keeps_zeros(self.prologue)
-        if self.prologue and (self.item != 2 or not (once or padded)):
-            raise InternalError("a prologue needs one source of 16-bit pixels, and keeps the zeros of padding")
+        if self.prologue and not (once if self.parts else self.item == 2 and (once or padded)):
+            raise InternalError(
+                "a prologue needs one source of 16-bit pixels, or rows of fp32, and keeps the zeros of padding"
+            )
 
         own = self.moments or self.residual_norm is not None
         counts = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
@@ -300,7 +302,7 @@ class Problem(WithEpilogue):
     def helpers(self) -> int:
         """Threads of a block beyond the configuration's: four warps that apply the prologue; or two of the three warps that compute the
         factors of a norm from moments."""
-        return 128 if self.prologue else 64 if self.row_norm is not None else 0
+        return 128 if self.prologue and not self.parts else 64 if self.row_norm is not None else 0
 
     @cached_property
     def row_norm(self) -> RowNorm | None:

@@ -22,8 +22,11 @@
 // BANDED: as for conv_sm90.cu, but a band need not be whole tiles. The last tile of a band also multiplies channels of the next one, and does
 // not store them. Each band has scales of its own. SCATTER: channels are blocks of pixels (conv_scatter.cuh).
 //
+// PROLOGUE: threads apply stages to the pixels of a product of rows before they divide them.
+//
 // generated.cuh defines PIXEL_GROUPS, CHANNEL_GROUPS (warpgroups of a block over pixels and channels), GROUP_CHANNELS (channels of a warpgroup), BK,
-// STAGES, SPLIT, UNEVEN, EQUALIZED, BANDED, MODE0, MODE1 (as for conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels() and epilogue().
+// STAGES, SPLIT, UNEVEN, EQUALIZED, BANDED, PROLOGUE, GATED, MODE0, MODE1 (as for
+// conv_sm90.cu), HAS_RESIDUAL, wgmma_pixels(), epilogue() and prologue().
 #include "conv_common.cuh"
 #include "fp16_parts.cuh"
 
@@ -52,18 +55,50 @@ constexpr int RELEASERS = 1;
 
 #include "conv_loads.cuh"
 
+#if PROLOGUE
+struct Before {                                    // what the prologue reads
+    const float2* constants;                       // scale and shift of each channel
+    const float* gate[2];                          // the factors of the images of a thread's two pixels
+    int gate_channels;
+
+    __device__ __forceinline__ Before(const Params& p, int pixel) : constants(p.before), gate_channels(p.gate_channels) {
+        #pragma unroll
+        for (int i = 0; GATED && i < 2; i++)
+            gate[i] = reinterpret_cast<const float*>(p.gate) + (long long)min((pixel + 8 * i) / p.image_pixels, p.images - 1) * p.gate_pitch;
+    }
+
+    // Changes four channels of both pixels.
+    __device__ __forceinline__ void change(float4& first, float4& second, int channel) const {
+        const float4 a = __ldg(reinterpret_cast<const float4*>(constants + channel)), b = __ldg(reinterpret_cast<const float4*>(constants + channel) + 1);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float4 g = make_float4(0.0f, 0.0f, 0.0f, 0.0f), &x = i ? second : first;
+            if (GATED && channel < gate_channels) g = *reinterpret_cast<const float4*>(gate[i] + channel);
+            x.x = prologue(x.x, make_float2(a.x, a.y), g.x), x.y = prologue(x.y, make_float2(a.z, a.w), g.y);
+            x.z = prologue(x.z, make_float2(b.x, b.y), g.z), x.w = prologue(x.w, make_float2(b.z, b.w), g.w);
+        }
+    }
+};
+#else
+struct Before {
+    __device__ __forceinline__ Before(const Params&, int) {}
+    __device__ __forceinline__ void change(float4&, float4&, int) const {}
+};
+#endif
+
 // Four values of each of two pixels, eight rows apart, for each wgmma of a K step.
 struct Values {
     float4 v[2][STEPS];
 
-    // at: this lane's first pixel in shared memory; row: its number; scales: of the K step's input channels.
-    __device__ __forceinline__ void load(u32 at, int row, u32 scales, int lane) {
+    // at: this lane's first pixel in shared memory; row: its number; scales: of the K step's input channels, which begin with ``channel``.
+    __device__ __forceinline__ void load(u32 at, int row, u32 scales, int lane, const Before& before, int channel) {
         const int swizzle = SPAN == 128 ? row % 8 : row / 2 % 4;
         #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const int chunk = lane % 4 * STEPS + s;
             #pragma unroll
             for (int i = 0; i < 2; i++) shared_load(at + i * 8 * SPAN + (chunk ^ swizzle) * 16, v[i][s]);
+            before.change(v[0][s], v[1][s], channel + chunk * 4);
             if (!EQUALIZED) continue;
             float4 c;
             shared_load(scales + chunk * 16, c);
@@ -281,9 +316,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
     for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
         float whole[GROUP_CHANNELS / 2] = {}, sums[GROUP_CHANNELS / 2];
         Pixels pixels[2];
-        auto values = [&](int of) {
+        int channel = 0, pixel = 0, loaded = k_begin;      // the K step to load next
+        if (PROLOGUE) tile_at(p, tile, 0, channel, pixel);
+        const Before before(p, pixel + row);
+        auto values = [&](int of, int k) {
             Values x;
-            x.load(own_pixels + of * STAGE_BYTES, row, ring + of * STAGE_BYTES + SCALES_AT, lane);
+            x.load(own_pixels + of * STAGE_BYTES, row, ring + of * STAGE_BYTES + SCALES_AT, lane, before, k * BK);
             return x;
         };
         auto divide = [&](Pixels& to, const Values& x) {
@@ -292,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
         };
         auto load = [&](Pixels& to) {              // of the current stage
             barrier_wait(full + 8 * stage, parity);
-            divide(to, values(stage));
+            divide(to, values(stage, loaded++));
         };
         auto begin = [&](const Pixels& own, int of) {
             wgmma_fence();
@@ -304,14 +342,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
             for (int i = 0; i < GROUP_CHANNELS / 2; i++) whole[i] = fmaf(sums[i], i / 2 % 2 ? second : first, whole[i]);
         };
         auto step = [&](Pixels& own, Pixels& next, bool last) {
-            const int ended = stage;
+            const int ended = stage, k = loaded - 1;
             begin(own, ended);
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (!last) load(next);
             wgmma_wait<0>();
             float first = own.inverse[0] / WEIGHTS_SCALE, second = own.inverse[1] / WEIGHTS_SCALE;
             if (UNEVEN && own.uneven) {            // products of what the parts lack
-                Values x = values(ended);
+                Values x = values(ended, k);
                 do {
                     add(first, second);
                     own.take_remains(x);
@@ -330,7 +368,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
             step(pixels[0], pixels[1], k + 1 == k_count);
             if (k + 1 < k_count) step(pixels[1], pixels[0], k + 2 == k_count);
         }
-        int channel, pixel;
         tile_at(p, tile, 0, channel, pixel);
         const int end = BANDED ? (channel / p.band_channels + 1) * p.band_channels : p.channels;
         channel += column, pixel += row;
