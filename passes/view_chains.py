@@ -142,8 +142,10 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
     shapes, taken = chain.shapes(chain.sizes), chain.taken
     if taken == chain.parts:
         return Match((op,), lambda patch: _in_shape(patch, chain.base, shapes[-1]))
-    if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
-        return None  # `image_to_tokens` knows chains of one Transpose
+    if turns < 2 and not set(chain.axes[0][0]) < set(chain.axes[-1][0]):
+        return None  # `image_to_tokens` knows one Transpose that joins nothing to the batch
+    if not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
+        return None
     given = [p for axis in last for p in chain.axes[0][axis]]
     pixel = chain.axes[0][1][0]  # there may be gaps between pixels
     sizes, perm = one_turn(chain.sizes, given, taken, {given[0], pixel})
@@ -159,8 +161,10 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
 def chain_to_image(graph: Graph, op: Op) -> Match | None:
     """Views that end in an image, with several Transposes: one Transpose gives channels-last pixels, and one more the image."""
     chain, image = chain_of(graph, op.value, alone=True), op.outputs[0].type.dims
-    if chain is None or sum(perm is not None for perm in chain.moves) < 2 or len(image) < 4:
+    if chain is None or len(image) < 4 or chain.taken == chain.parts:
         return None
+    if sum(perm is not None for perm in chain.moves) < 2 and not set(chain.axes[-1][0]) < set(chain.axes[0][0]):
+        return None  # `tokens_to_image` knows one Transpose that takes nothing from the batch
     back = channels_from_last(len(image))
     if chain.moves[-1] == back or not read_as_image(graph, op.value) or is_image(graph, chain.base):
         return None

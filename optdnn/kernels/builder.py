@@ -167,6 +167,8 @@ class Builder:
     _constants: dict[int, TensorView] = field(default_factory=dict)
     copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
     """View, and the strides of its copy (or a key of its tactic's) -> the copy, for all operators that read it."""
+    flattened: dict[TensorView, TensorView] = field(default_factory=dict)
+    """View -> its copy without gaps that a Reshape needed, for all Reshapes of the view."""
     kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants; other builders may share them."""
     retained: list[int] = field(default_factory=list)

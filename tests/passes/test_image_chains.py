@@ -186,3 +186,34 @@ def test_the_parts_of_a_chain() -> None:
     n = Net()
     mixed = n.reshaped(n.transposed(n.reshaped(n.op("Exp", n.input(2, 9)), 3, 6), 1, 0), 9, 2)
     assert chain_of(n.done(n.op("Tanh", mixed)), mixed) is None  # 18 is no product of parts of both
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_that_join_the_batch(batch: int) -> None:
+    """Blocks of 2 x 3 pixels for each head (HaloNet): the image is turned, and then the blocks."""
+    n = Net(np.float64)
+    x = n.reshaped(n.conv(n.input(batch, 3, 4, 6), 8), batch * 2, 4, 2, 2, 2, 3)
+    y = n.op("Exp", n.reshaped(n.transposed(x, 0, 2, 4, 3, 5, 1), batch * 2, 4, 6, 4))
+    left = {"Conv": 1, "Transpose": 2, "Reshape": 2, "Exp": 1}
+    done, _ = check_pass(ViewChains(), n.done(y), changes=1, rules={"image_chain": 1}, kinds=left)
+    assert done.of_kind("Transpose")[0].attrs.perm == (0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_leave_the_batch(batch: int) -> None:
+    n = Net(np.float64)
+    x = n.reshaped(n.op("Exp", n.input(batch * 2, 4, 6, 4)), batch * 2, 2, 2, 2, 3, 4)
+    y = n.conv(n.reshaped(n.transposed(x, 0, 5, 1, 3, 2, 4), batch, 8, 4, 6), 5)
+    left = {"Exp": 1, "Transpose": 2, "Reshape": 2, "Conv": 1}
+    done, _ = check_pass(ViewChains(), n.done(y), changes=1, rules={"chain_to_image": 1}, kinds=left)
+    assert done.of_kind("Transpose")[-1].attrs.perm == (0, 3, 1, 2)
+
+
+def test_reshapes_of_one_view_share_its_copy() -> None:
+    n = Net()
+    x = n.transposed(n.input(2, 4, 6, 8), 0, 2, 1, 3)
+    graph = n.done(
+        n.op("MatMul", n.reshaped(x, 12, 32), n.random(32, 8)),
+        n.op("Softmax", n.reshaped(x, 2, 192), attrs=SoftmaxAttrs(-1)),
+    )
+    assert kinds(check_simulated(graph, "fp32")).count("Copy") == 1

@@ -128,11 +128,17 @@ def _reshape(b: Builder, op: Op) -> None:
         return
     t = op.outputs[0].type
     strides = b.strides_for(t) if t.layout else _rows_for_products(b, op)
+    anywhere = strides is None and value not in b.reserved
+    if anywhere and x in b.flattened:  # another Reshape needed the same copy
+        b.place[value] = b.flattened[x].view(shape, row_major(shape))
+        return
     target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape, strides)
     back = reshaped(target, x.shape)
     if back is not None:
         b.move(op, x, back)
         b.place[value] = target
+        if anywhere:
+            b.flattened[x] = target
         return
     dense = b.new(op.outputs[0].name + ".dense", x.dtype, x.shape)
     b.move(op, x, dense)
