@@ -30,8 +30,8 @@ def slower_than_scalar(
 ) -> str | None:
     """Why the tactic on scalar units is predicted to be faster, or None. It reads and writes tensors in place, which saves copies.
     ``result``: where the result goes."""
-    if other.refuse(b, op) is not None:
-        return None
+    if b.row_invariant or other.refuse(b, op) is not None:
+        return None  # the faster one depends on the batch size, and they sum in different orders
     more = sum(map(copy_seconds, _copied(b, op, own, result))) - sum(map(copy_seconds, other.convolution(b, op).copied))
     return costlier(b, op, own, other, 1.0 if more > 0 else SLOWER, more)
 
@@ -84,10 +84,10 @@ class PartsBands(BandedConv):
         result, direct = b.result(op.value), DirectConv()
         if TiledConv().refuse(b, op) is None or direct.refuse(b, op) is not None:
             return slower_than_scalar(b, op, self, TiledConv(), result)
-        more = (
-            sum(map(copy_seconds, _copied(b, op, self, result))) - LATENCY
-        )  # which the kernel without tiles takes, too
-        return costlier(b, op, self, direct, more=more)
+        if b.row_invariant:
+            return None
+        copies = sum(map(copy_seconds, _copied(b, op, self, result)))
+        return costlier(b, op, self, direct, more=copies - LATENCY)  # the other kernel is a launch, too
 
 
 class PartsGemm(HopperGemm):

@@ -10,7 +10,7 @@ import pytest
 from support.net import Net, built
 from support.on_gpu import checked_launches
 from support.one_config import only_of
-from support.simulated import check_simulated, feeds_of, lowered, refusals
+from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
 from support.spills import check_spills
 from support.sweep import every
 
@@ -103,6 +103,20 @@ def test_scalar_units_go_first_if_images_would_be_copied() -> None:
     program = lowered(n.done(n.conv(n.input(1, 48, 14, 14), 48, 3, group=2)), "fp32", target="cuda:sm_90a")
     assert [t["tactic"] for t in program.meta["tactics"]] == ["conv_fp32"]
     assert any("it is predicted to take" in r for r in refusals(program, NAME))
+
+
+def test_row_invariant_takes_one_tactic_for_all_batches() -> None:
+    """Scalar units, kernels without tiles and tensor cores sum in different orders, and the faster one depends on the batch."""
+    seen: dict[bool, set[tuple[str, ...]]] = {False: set(), True: set()}
+    for batch in (1, 256):
+        graph = built(grouped(16, 16, 4, size=(28, 28), batch=batch))
+        for invariant, found in seen.items():
+            program = lowered(graph, "fp32", target="cuda:sm_90a", row_invariant=invariant)
+            found.add(tuple(tactics(program, "Conv")))
+    assert [set(each) for each in zip(*seen[False], strict=True)] == [
+        {"conv_parts_sm90", "conv_fp32"}, {NAME, "conv_direct"}, {"conv_parts_sm90", "conv_fp32"}
+    ], "else the test says nothing"  # fmt: skip
+    assert seen[True] == {("conv_parts_sm90", NAME, "conv_parts_sm90")}
 
 
 def test_before_hopper_it_refuses() -> None:

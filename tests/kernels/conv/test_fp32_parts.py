@@ -332,6 +332,24 @@ def test_a_large_number_costs_its_neighbors_no_precision_on_a_gpu(powers: tuple[
 
 
 @pytest.mark.hopper
+def test_uneven_rows_do_not_change_their_neighbors_on_a_gpu() -> None:
+    """Warps vote to add what the parts of some row lack. Only the rows that lost bits take it."""
+    n = Net()
+    weights = np.where(np.eye(96, dtype=bool), 0, n.rng.standard_normal((96, 96)) * (n.rng.random((96, 96)) < 0.5))
+    graph = n.done(n.op("MatMul", n.input(64, 96), n.const(weights)))
+    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a", row_invariant=True)).context()
+    feeds = feeds_of(graph)
+    (x,) = feeds.values()
+    x[:] = np.sign(x) * n.rng.uniform(0.5, 2, x.shape)
+    (alone,) = ({k: v.copy() for k, v in context.run(feeds).items()}).values()
+    x[5::16] *= 10.0 ** n.rng.uniform(-20, 20, x[5::16].shape)
+    (beside,) = context.run(feeds).values()
+    others = np.arange(64) % 16 != 5
+    np.testing.assert_array_equal(beside[others], alone[others])
+    assert not np.array_equal(beside, alone)
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_stays_none_on_a_gpu(value: float) -> None:
     graph = made("product")

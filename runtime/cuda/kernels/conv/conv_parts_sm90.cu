@@ -111,8 +111,9 @@ struct Values {
 // These values as operand A, divided.
 struct Pixels {
     u32 first[STEPS][4], rest[STEPS][4];
-    float inverse[2];                              // of the scales: 2^(e - 14), where the largest value of the pixel is in [2^e, 2^(e + 1))
-    bool uneven;                                   // a value lost bits that its products may need
+    float inverse[2];                              // of the scales: 2^(e - 14), where the largest value of the pixel is in [2^e, 2^(e + 1));
+                                                   // negative if one of this thread's values lost bits that its products may need
+    bool uneven;                                   // a value of any pixel did
 
     __device__ __forceinline__ void divide(const Values& x) {
         float most[2] = {};
@@ -134,8 +135,9 @@ struct Pixels {
         for (int i = 0; i < 2; i++) {
             const u32 exponent = exponent_of(most[i]);
             const float scale = scale_of(exponent);
-            uneven |= least[i] < (exponent - min(exponent, u32(EVEN))) << 24;
-            inverse[i] = inverse_scale_of(exponent);
+            const bool loses = UNEVEN && least[i] < (exponent - min(exponent, u32(EVEN))) << 24;
+            uneven |= loses;
+            inverse[i] = loses ? -inverse_scale_of(exponent) : inverse_scale_of(exponent);
             #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 divide_pair(x.v[i][s].x, x.v[i][s].y, scale, first[s][i], rest[s][i]);
@@ -144,11 +146,17 @@ struct Pixels {
         }
     }
 
+    // Whether one of the values of a pixel, of which four lanes have parts, lost bits that its products may need.
+    __device__ __forceinline__ bool lost(int i) const {
+        const float pair = fminf(inverse[i], __shfl_xor_sync(0xffffffffu, inverse[i], 1));
+        return fminf(pair, __shfl_xor_sync(0xffffffffu, pair, 2)) < 0.0f;
+    }
+
     // What the parts of the values lack, times their scale.
     __device__ __forceinline__ void take_remains(Values& x) const {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float scale = __uint_as_float((254u << 23) - __float_as_uint(inverse[i]));
+            const float scale = __uint_as_float((254u << 23) - __float_as_uint(fabsf(inverse[i])));
             #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 float4& v = x.v[i][s];
@@ -347,14 +355,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_parts_sm90(const _
             if (++stage == STAGES) stage = 0, parity ^= 1;
             if (!last) load(next);
             wgmma_wait<0>();
-            float first = own.inverse[0] / WEIGHTS_SCALE, second = own.inverse[1] / WEIGHTS_SCALE;
+            float first = fabsf(own.inverse[0]) / WEIGHTS_SCALE, second = fabsf(own.inverse[1]) / WEIGHTS_SCALE;
             if (UNEVEN && own.uneven) {            // products of what the parts lack
                 Values x = values(ended, k);
                 do {
                     add(first, second);
+                    // A pixel that lost nothing takes no more: other pixels do not change its results.
+                    if (!own.lost(0)) first = 0.0f;
+                    if (!own.lost(1)) second = 0.0f;
                     own.take_remains(x);
                     divide(own, x);
-                    first *= own.inverse[0], second *= own.inverse[1];
+                    first *= fabsf(own.inverse[0]), second *= fabsf(own.inverse[1]);
                     begin(own, ended);
                     wgmma_wait<0>();
                 } while (own.uneven);
