@@ -151,8 +151,22 @@ def storable(b: Builder, x: TensorView) -> bool:
     pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
     if pitch is None or (x.dtype == FP32 and pitch != wide and x.shape[1] != wide):
         return False
-    last = (x.size // x.shape[1] - 1) * pitch
-    return pitch != wide or x.offset + last + wide <= elements_around(b, x)
+    if pitch != wide or x.shape[1] == wide:
+        return True
+    pixels, elements = x.size // x.shape[1], elements_around(b, x)
+    fits = x.offset + (pixels - 1) * pitch + wide <= elements
+    return fits and not _is_followed(b, x, pitch if pixels > 1 else elements)
+
+
+def _is_followed(b: Builder, x: TensorView, pitch: int) -> bool:
+    """Whether the channels of another part of a concatenation follow those of ``x``. ``pitch``: elements from a pixel to the next."""
+    end = x.offset % pitch + x.shape[1]
+    for whole in b.reserved.values():
+        if whole.buffer == x.buffer and x.buffer != NOWHERE:
+            channels = max((n for n, s in zip(whole.shape, whole.strides, strict=True) if s == 1), default=1)
+            if whole.offset % pitch < end < whole.offset % pitch + channels:
+                return True
+    return False
 
 
 def storable_whole(b: Builder, x: TensorView) -> bool:
