@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile.nvrtc import KERNELS
 from optdnn.runtime.engine import Engine
 
 HOPPER = gpu_facts.of_arch("sm_90a")
@@ -329,6 +331,32 @@ def test_a_large_number_costs_its_neighbors_no_precision_on_a_gpu(powers: tuple[
     (got,) = context.run(feeds).values()
     (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def represented(values: Any, even: int) -> Any:
+    """What the kernel multiplies of the numbers of a K step, in float64: parts, and parts of what these lack, until no number is below
+    2^-even of the largest."""
+    left, sums = values.astype(np.float64), np.zeros(len(values))
+    while left.any():
+        exponents = np.frexp(left)[1]
+        scaled = np.ldexp(left, 15 - exponents[left != 0].max())
+        first = scaled.astype(np.float16)
+        parts = first + (scaled - first).astype(np.float16).astype(np.float64)
+        sums += np.ldexp(parts, exponents[left != 0].max() - 15)
+        if exponents[left != 0].min() >= exponents[left != 0].max() - even:
+            break
+        left = np.ldexp(scaled - parts, exponents[left != 0].max() - 15)
+    return sums
+
+
+def test_each_row_alone_takes_enough_products() -> None:
+    """Rows do not take the further products of their neighbors: 2^-20 would leave errors of 1.8e-6."""
+    (even,) = re.findall(r"constexpr int EVEN = (\d+);", (KERNELS / "conv/conv_parts_sm90.cu").read_text())
+    rng = np.random.default_rng(0)
+    for powers in ((0, 9), (-20, 20), (-3, 37.5)):
+        for _ in range(400):
+            values = (rng.choice([-1, 1], 32) * 10.0 ** rng.uniform(*powers, 32)).astype(np.float32)
+            np.testing.assert_allclose(represented(values, int(even)), values, rtol=6e-7)
 
 
 @pytest.mark.hopper

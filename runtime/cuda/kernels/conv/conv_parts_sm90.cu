@@ -6,7 +6,7 @@
 // Powers of two keep all parts within the range of fp16. The build scales the weights of each channel and divides them; ``factors`` undoes the
 // scale. Warps divide the pixels as they load them. Each K step of a pixel has a scale of its own, which brings the largest of its values to
 // 2^14 or more. The rest of a value keeps all its bits if the value is at least 2^-16 of that. Others lose bits below 2^-39 of the largest.
-// UNEVEN: that may not be enough, since the weights of a channel are zero for some inputs. If a value is below 2^-20 of the largest, the products
+// UNEVEN: that may not be enough, since the weights of a channel are zero for some inputs. If a value is below 2^-18 of the largest, the products
 // of what the parts lack are added, too. EQUALIZED: the weights of some input channels are much smaller than others. The build scales them up,
 // and ``input_scales`` scales their pixels down.
 //
@@ -41,7 +41,7 @@ constexpr u32 WEIGHTS_AT = PIXEL_GROUPS * PIXEL_BYTES;
 constexpr u32 SCALES_AT = WEIGHTS_AT + WEIGHT_BYTES, LOADED_BYTES = SCALES_AT + (EQUALIZED ? BK * 4 : 0), BARRIER_BYTES = 1024, OUT_BYTES = 0;
 constexpr u32 STAGE_BYTES = (LOADED_BYTES + 1023) / 1024 * 1024;
 constexpr float WEIGHTS_SCALE = 0x1p15f;           // what the weights are at most: totals would overflow before results do
-constexpr int EVEN = 20;                           // a value below 2^-20 of the largest one of its K step needs further products
+constexpr int EVEN = 18;                           // a value below 2^-18 of the largest one of its K step needs further products
 constexpr int EIGHTS = GROUP_CHANNELS / 8, SLOTS = (EIGHTS + SPLIT - 1) / SPLIT;      // blocks of eight channels; those that a rank finishes
 constexpr u32 BLOCK_BYTES = 128 * 16, INBOX_BYTES = SPLIT > 1 ? SLOTS * SPLIT * BLOCK_BYTES : 0;   // sums of eight channels; of a warpgroup
 static_assert(SHARED_BYTES >= BARRIER_BYTES + STAGES * STAGE_BYTES + GROUPS * INBOX_BYTES, "the launch reserves what the block uses");
