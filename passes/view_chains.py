@@ -128,8 +128,8 @@ def _rows_after(graph: Graph, x: Value, views: Sequence[Op]) -> Array | None:
 def image_chain(graph: Graph, op: Op) -> Match | None:
     """Views of an image, some between Transposes: the image is transposed to channels last, and then at most once more.
 
-    YOLO12 cuts the image into areas, and each area's channels into heads. If the views end in the image's own order, only a Reshape
-    remains."""
+    YOLO12 cuts the image into areas, and each area's channels into heads; HaloNet joins the heads with the batch. If the views end
+    in the image's own order, only a Reshape remains."""
     users = graph.users(op.value)
     if not users or all(user.kind in VIEWS for user in users):
         return None
@@ -159,7 +159,8 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
 
 @rule("chain_to_image", VIEWS)
 def chain_to_image(graph: Graph, op: Op) -> Match | None:
-    """Views that end in an image, with several Transposes: one Transpose gives channels-last pixels, and one more the image."""
+    """Views that end in an image, with several Transposes, or one that takes heads from the batch: one Transpose gives
+    channels-last pixels, and one more the image."""
     chain, image = chain_of(graph, op.value, alone=True), op.outputs[0].type.dims
     if chain is None or len(image) < 4 or chain.taken == chain.parts:
         return None
