@@ -159,8 +159,9 @@ def _import_resize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _import_old(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Resize 10 and Upsample 7 and 9: asymmetric coordinates, and for nearest, floor (ceil along axes that shrink)."""
     if node.op_type == "Upsample" and node.opset < 9:
-        (x,), values = needs(node, 0), np.asarray(required(node, "scales"), np.float32)
-        scales: Any = values
+        (x,) = needs(node, 0)
+        values: Any = np.asarray(required(node, "scales"), np.float32)
+        scales = values
     else:
         x, scales = needs(node, 0, 1)
         values = e.value(scales)

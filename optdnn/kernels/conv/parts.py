@@ -71,8 +71,8 @@ class PartsBands(BandedConv):
 
     def together(self, op: Op, weight: Array) -> int:
         """The divisor of the groups with which a pixel takes the least time: K steps of all bands, times the channels of a tile."""
-        groups, inside = op.attrs.group, weight.shape[1]
-        channels = len(weight) // groups
+        groups: int = op.attrs.group
+        inside, channels = weight.shape[1], len(weight) // groups
 
         def cost(n: int) -> tuple[int, int]:
             return groups // n * -(-n * inside // STEP) * max(n * channels, LEAST_CHANNELS), n
