@@ -60,9 +60,16 @@ class WeightInParts:
             self, first=self.first[:1], rest=self.rest[:1], factors=self.factors[:1], scales=self._scales(slice(1))
         )
 
+    @property
+    def bands(self) -> tuple[int, ...]:
+        """The number of bands, if each has scales of its own."""
+        if self.scales is None or self.scales.ndim <= self.first.ndim - self.factors.ndim:
+            return ()
+        return self.scales.shape[:1]
+
     def _scales(self, rows: slice) -> Array | None:
         """The scales of some rows."""
-        if self.scales is None or self.scales.ndim == self.first.ndim - self.factors.ndim:
+        if self.scales is None or not self.bands:
             return self.scales
         return self.scales[np.arange(len(self.first))[rows] // (len(self.first) // len(self.scales))]
 
@@ -117,9 +124,7 @@ def _check(weight: WeightInParts) -> None:
     first, factors, channels = weight.first, weight.factors, weight.channels
     if not 1 <= factors.ndim < first.ndim or not 0 < channels <= first.shape[factors.ndim] or not weight.order:
         raise ValueError(f"weights in parts of {first.shape} have {channels} channels")
-    rows, bands = factors.ndim, tuple[int, ...]()
-    if weight.scales is not None and weight.scales.ndim > first.ndim - rows:
-        bands = weight.scales.shape[:1]
+    rows, bands = factors.ndim, weight.bands
     wanted = (weight.rest, first.shape), (factors, first.shape[:rows]), (weight.scales, (*bands, *weight.shape[rows:]))
     uneven = any(n == 0 or len(first) % n for n in bands)
     if weight.size == 0 or uneven or any(view is not None and view.shape != shape for view, shape in wanted):

@@ -206,13 +206,14 @@ class HopperConv(hopper_launch.HopperKernel):
         feed = conv_maps.Feed(image(b.source(op.inputs[0]), width), *planar(weight, op.attrs, width))
         if conv_maps.pitch_of(feed.x) is None:
             return None
-        stages = rendered_prologue(b, op, feed.x)
-        if self.parts and stages is not None and render.INEXACT.intersection(name for name, *_ in stages):
+        stages, rows = rendered_prologue(b, op, feed.x), feed.source.mode == conv_problem.ROWS
+        if stages is None:
             return None
-        if stages is None or not keeps_zeros(stages):
-            return stages if feed.source.mode == conv_problem.ROWS else None
-        rows = feed.source.mode == conv_problem.ROWS
-        if feed.source.mode == conv_problem.VOLUME or feed.bands > 1 or (self.parts and not rows):
+        if self.parts and (not rows or render.INEXACT.intersection(name for name, *_ in stages)):
+            return None
+        if not keeps_zeros(stages):
+            return stages if rows else None
+        if feed.source.mode == conv_problem.VOLUME or feed.bands > 1:
             return None
         plain = self.problem_of(b, op, on_images(b, op, (feed,), bias_of(b, op), planned(b, op), width=width))
         one, two = (least_seconds(self.offers(p, b.gpu)) for p in (replace(plain, prologue=tuple(stages)), plain))

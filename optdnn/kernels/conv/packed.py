@@ -117,12 +117,10 @@ def with_parts(meaning: Meaning, problem: Problem, operands: Mapping[str, Tensor
         more.append(replace(whole, offset=x.offset + problem.channels * depth))
         more.append(factors.view(x.shape[:rows], tuple(n // depth for n in x.strides[:rows]), x.offset // depth))
         if problem.equalized:
-            bands = ((problem.bands,), (depth,)) if problem.bands > 1 else ((), ())
-            more.append(
-                operands["input_scales"].view(
-                    (*bands[0], *x.shape[rows:]), (*bands[1], *x.strides[rows:]), x.offset % depth
-                )
-            )
+            scales = operands["input_scales"].view(x.shape[rows:], x.strides[rows:], x.offset % depth)
+            if problem.bands > 1:
+                scales = scales.view((problem.bands, *scales.shape), (depth, *scales.strides))
+            more.append(scales)
     own = {
         "of": kind,
         "own": tuple(sorted(attrs)),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.net import Net, built
+from support.grouped_nets import grouped
+from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
 from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
@@ -29,44 +30,25 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def grouped(
-    channels: int, filters: int, groups: int, kernel: int = 3, size: tuple[int, ...] = (9, 10), *, strides: int = 1, batch: int = 2,
-    residual: bool = False,
-) -> Callable[[Net], Any]:  # fmt: skip
-    """A grouped convolution with bias and ReLU between two others."""
-
-    def make(n: Net) -> Any:
-        x = n.op("Relu", n.conv(n.input(batch, 8, *size), channels, 1, pads=0))
-        y = n.conv(x, filters, kernel, pads=kernel // 2, strides=strides, group=groups, bias=True)
-        if residual:
-            y = n.op("Add", y, n.input(*n.dims(y), name="r"))
-        return n.conv(n.op("Relu", y), 16, 1, pads=0)
-
-    return make
-
-
-def scaled(channels: int, groups: int) -> Callable[[Net], Any]:
+def scaled(channels: int, groups: int) -> Graph:
     """Input channels whose weights are of very different sizes, in another order in each group."""
-
-    def make(n: Net) -> Any:
-        rng, inside = np.random.default_rng(0), channels // groups
-        weights = rng.standard_normal((groups, inside, inside, 3, 3))
-        for own in weights:
-            own *= rng.permutation(10.0 ** np.linspace(-12, 3, inside))[:, None, None]
-        weights[1, 3, :5] = 0
-        kernel = n.const(weights.reshape(channels, inside, 3, 3).astype(np.float32))
-        x = n.op("Relu", n.conv(n.input(2, 8, 9, 10), channels, 1, pads=0))
-        y = n.op("Conv", x, kernel, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), group=groups))
-        return n.conv(n.op("Relu", y), 16, 1, pads=0)
-
-    return make
+    rng, inside, n = np.random.default_rng(0), channels // groups, Net()
+    weights = rng.standard_normal((groups, inside, inside, 3, 3))
+    for own in weights:
+        own *= rng.permutation(10.0 ** np.linspace(-12, 3, inside))[:, None, None]
+    weights[1, 3, :5] = 0
+    kernel = n.const(weights.reshape(channels, inside, 3, 3).astype(np.float32))
+    x = n.op("Relu", n.conv(n.input(2, 8, 9, 10), channels, 1, pads=0))
+    y = n.op("Conv", x, kernel, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), group=groups))
+    return n.done(n.conv(n.op("Relu", y), 16, 1, pads=0))
 
 
-NETS: dict[str, tuple[Callable[[Net], Any], int]] = {
-    "wide": (grouped(336, 336, 2), 2), "narrow": (grouped(128, 128, 16), 4), "strided": (grouped(192, 96, 4, strides=2), 2),
-    "line": (grouped(128, 192, 4, size=(21,), batch=3), 4), "pointwise": (grouped(160, 320, 4, 1, residual=True), 2),
-    "odd": (grouped(104, 104, 13), 1), "uneven": (grouped(208, 208, 2, residual=True), 2), "scaled": (scaled(128, 2), 2),
-    "scaled narrow": (scaled(128, 16), 4),
+NETS: dict[str, tuple[Callable[[], Graph], int]] = {
+    "wide": (lambda: grouped(336, 336, 2), 2), "narrow": (lambda: grouped(128, 128, 16), 4),
+    "strided": (lambda: grouped(192, 96, 4, strides=2), 2), "line": (lambda: grouped(128, 192, 4, size=(1, 21), axes=1, batch=3), 4),
+    "pointwise": (lambda: grouped(160, 320, 4, 1, residual=True), 2), "odd": (lambda: grouped(104, 104, 13), 1),
+    "uneven": (lambda: grouped(208, 208, 2, residual=True), 2), "scaled": (lambda: scaled(128, 2), 2),
+    "scaled narrow": (lambda: scaled(128, 16), 4),
 }  # fmt: skip
 """Networks, and the bands of their grouped convolution."""
 
@@ -74,7 +56,7 @@ NETS: dict[str, tuple[Callable[[Net], Any], int]] = {
 def banded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launch of the grouped convolution on this tactic. The simulated program gives the right results."""
     monkeypatch.setattr(PartsBands, "defer", lambda self, b, op: None)
-    program = check_simulated(built(NETS[name][0]), "fp32", target="cuda:sm_90a")
+    program = check_simulated(NETS[name][0](), "fp32", target="cuda:sm_90a")
     (step,) = [s for s in program.steps if str(s.params.get("tactic", "")).startswith(NAME)]
     return step
 
@@ -95,7 +77,7 @@ def choice(graph: Graph, **options: Any) -> str:
 
 @pytest.mark.parametrize("channels", [8, 32, 168])
 def test_groups_of_several_widths_take_it(channels: int) -> None:
-    assert choice(built(grouped(8 * channels, 8 * channels, 8, size=(28, 28), batch=8))) == NAME
+    assert choice(grouped(8 * channels, 8 * channels, 8, size=(28, 28), batch=8)) == NAME
 
 
 def test_scalar_units_go_first_if_images_would_be_copied() -> None:
@@ -109,7 +91,7 @@ def test_row_invariant_takes_one_tactic_for_all_batches() -> None:
     """Scalar units, kernels without tiles and tensor cores sum in different orders, and the faster one depends on the batch."""
     seen: dict[bool, set[tuple[str, ...]]] = {False: set(), True: set()}
     for batch in (1, 256):
-        graph = built(grouped(16, 16, 4, size=(28, 28), batch=batch))
+        graph = grouped(16, 16, 4, size=(28, 28), batch=batch)
         for invariant, found in seen.items():
             program = lowered(graph, "fp32", target="cuda:sm_90a", row_invariant=invariant)
             found.add(tuple(tactics(program, "Conv")))
@@ -120,7 +102,7 @@ def test_row_invariant_takes_one_tactic_for_all_batches() -> None:
 
 
 def test_before_hopper_it_refuses() -> None:
-    found = refusals(lowered(built(grouped(104, 104, 13)), "fp32", target="cuda:sm_80"), NAME)
+    found = refusals(lowered(grouped(104, 104, 13), "fp32", target="cuda:sm_80"), NAME)
     assert found
     assert all("it needs Hopper's wgmma and TMA" in r for r in found if r != "it has one group")
 
@@ -131,7 +113,7 @@ def test_threads_look_for_uneven_pixels_where_channels_ignore_some(
 ) -> None:
     """Channels ignore other groups of their band, and the next band in the last K step of a tap. Bands of whole steps have neither."""
     monkeypatch.setattr(PartsBands, "defer", lambda self, b, op: None)
-    graph = built(grouped(128, 128, 2) if name == "whole" else NETS[name][0])
+    graph = grouped(128, 128, 2) if name == "whole" else NETS[name][0]()
     program = lowered(graph, "fp32", target="cuda:sm_90a")
     kernels = [k.generated["generated.cuh"] for k in program.kernels if "generated.cuh" in k.generated]
     (text,) = [t for t in kernels if "#define BANDED 1" in t]
@@ -163,7 +145,7 @@ def test_bands_compile_without_spills(config: PartsConfig) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_each_configuration_on_a_gpu(name: str, config: PartsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, PartsBands, config)
-    assert checked_launches(built(NETS[name][0]), "fp32", 2e-6)
+    assert checked_launches(NETS[name][0](), "fp32", 2e-6)
 
 
 @pytest.mark.hopper

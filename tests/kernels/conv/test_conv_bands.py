@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.grouped_nets import grouped
 from support.net import Net
 from support.on_gpu import launch_errors
 from support.simulated import check_simulated, lowered
 from support.spills import check_spills
 
 from optdnn.errors import InternalError
-from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import configs, hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
@@ -23,21 +23,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-
-
-def net(
-    channels: int, filters: int, group: int, kernel: int = 3, size: tuple[int, int] = (9, 10), *, strides: int = 1,
-    dilations: int = 1, residual: bool = False, batch: int = 2, axes: int = 2,
-) -> Graph:  # fmt: skip
-    """A grouped convolution with bias and ReLU between two others, so that images are channels-last."""
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(batch, 8, *size[-axes:]), channels, 1, pads=0))
-    y = n.conv(
-        x, filters, kernel, pads=kernel // 2 * dilations, strides=strides, dilations=dilations, group=group, bias=True
-    )
-    if residual:
-        y = n.op("Add", y, n.input(*n.dims(y), name="r"))
-    return n.done(n.conv(n.op("Relu", y), 16, 1, pads=0))
 
 
 def tactic_of(program: Any) -> Any:
@@ -69,14 +54,14 @@ def test_weights_of_bands_have_zeros_between_their_groups() -> None:
 @pytest.mark.parametrize(
     ("graph", "bands"),
     [
-        (lambda: net(128, 128, 32), 2),
-        (lambda: net(128, 128, 32, strides=2), 2),
-        (lambda: net(256, 128, 8, dilations=2), 2),
-        (lambda: net(64, 192, 4, kernel=1), 1),
-        (lambda: net(128, 128, 2, kernel=1, residual=True), 2),
-        (lambda: net(104, 104, 13, residual=True), 1),
-        (lambda: net(64, 128, 64), 2),
-        (lambda: net(128, 128, 4, axes=1), 2),
+        (lambda: grouped(128, 128, 32), 2),
+        (lambda: grouped(128, 128, 32, strides=2), 2),
+        (lambda: grouped(256, 128, 8, dilations=2), 2),
+        (lambda: grouped(64, 192, 4, kernel=1), 1),
+        (lambda: grouped(128, 128, 2, kernel=1, residual=True), 2),
+        (lambda: grouped(104, 104, 13, residual=True), 1),
+        (lambda: grouped(64, 128, 64), 2),
+        (lambda: grouped(128, 128, 4, axes=1), 2),
     ],
 )
 def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +77,9 @@ def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatc
 @pytest.mark.parametrize(
     ("graph", "why"),
     [
-        (lambda: net(64, 64, 1), "one group"),
-        (lambda: net(64, 64, 64), None),
-        (lambda: net(20, 128, 2), "16 bytes"),
+        (lambda: grouped(64, 64, 1), "one group"),
+        (lambda: grouped(64, 64, 64), None),
+        (lambda: grouped(20, 128, 2), "16 bytes"),
     ],
 )
 def test_refusals(graph: Any, why: str | None) -> None:
@@ -108,7 +93,7 @@ def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "others are asked")
-    graph = net(672, 672, 42, size=(7, 7), batch=16)
+    graph = grouped(672, 672, 42, size=(7, 7), batch=16)
     row = tactic_of(lowered(graph, "fp16"))
     assert row["tactic"] == "conv_sm80"
     assert any(r["tactic"] == "conv_bands_sm90" and "predicted" in r["reason"] for r in row["refused"])
@@ -125,7 +110,7 @@ def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
 
 
 def test_a_narrow_kernel_adds_nothing() -> None:
-    row = tactic_of(lowered(net(64, 64, 8, residual=True), "fp16"))
+    row = tactic_of(lowered(grouped(64, 64, 8, residual=True), "fp16"))
     reasons = {r["tactic"]: r["reason"] for r in row["refused"]}
     assert reasons[GroupedConv.name] == "its epilogue adds a residual"
 
@@ -172,7 +157,7 @@ def test_a_filter_of_many_taps_compiles() -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
 def test_every_kind_of_configuration_on_a_gpu_agrees_with_its_meaning(strides: int, kernel: int) -> None:
-    graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
+    graph = grouped(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
     plain = lowered(graph, "fp16", "cuda:sm_90a")
     (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]
     height, width = -(-14 // strides), -(-15 // strides)
