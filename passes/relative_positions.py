@@ -10,6 +10,7 @@ each product, GatherElements takes, for query i and key j, the column of i - j. 
 - ``padded_shift``: the same view, for exporters that pad, flatten and cut the rows (BoTNet, HaloNet).
 - ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighboring columns are a Slice, and the
   constant absorbs the scale of such a view.
+- ``position_features`` (:mod:`optdnn.passes.rules.position_features`): terms of several axes become features.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.position_features import position_features
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -297,4 +299,4 @@ def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
 class RelativePositions(RulePass):
     name = "relative_positions"
     sinks_first = True  # an axis is split before gathers become slices
-    rules = (split_leading, shifted_columns, padded_shift, consecutive_rows, scaled_view)
+    rules = (split_leading, shifted_columns, padded_shift, consecutive_rows, scaled_view, position_features)

@@ -17,6 +17,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.heads_as_channels import heads_as_channels
 from optdnn.passes.rules.ordered_channels import ordered_channels
 from optdnn.passes.rules.widths import other_axis
 from optdnn.passes.support.facts import (
@@ -223,4 +224,4 @@ def pad_before_view(graph: Graph, op: Op) -> Match | Miss | None:
 
 class ViewChains(RulePass):
     name = "view_chains"
-    rules = (ordered_channels, image_chain, chain_to_image, view_chain, pad_before_view)
+    rules = (ordered_channels, heads_as_channels, image_chain, chain_to_image, view_chain, pad_before_view)

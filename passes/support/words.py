@@ -29,6 +29,8 @@ RULES: Mapping[str, str] = {
     "rows_by_one_index": "rows with one index for all channels gathered as a whole",
     "take_rows_by_index": "selections of a few rows moved in front of the operators that compute each row by itself",
     "conversion_after_views": "conversions moved behind views that reorder elements",
+    "heads_as_channels": "filters of attention heads that are part of the batch repeated for the channels of all heads",
+    "position_features": "biases of positions along several axes written as features of queries and keys",
     "added_positions": "products of sums with constants merged with products of the other terms",
     "video_norm": "normalizations of the images of a video computed with channels last",
     "norm_of_view": "normalizations moved after the views of images",

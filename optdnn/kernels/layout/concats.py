@@ -37,7 +37,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     a part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any
     place), and begin at a multiple of 8 channels for TMA. Parts that are all written by reductions (CBAM's means and maxima over
     channels) may begin anywhere, because reductions store one element after another. If channels are the last axis (rows), only
-    repetitions, and convolutions with a transposed result, write in place. Products, attention, norms, pointwise
+    repetitions, norms, selected elements, and convolutions with a transposed result, write in place. Products, attention, norms, pointwise
     operators and depthwise convolutions write rows in place (of images, and between other rows) if the part is a view of their
     whole result. If parts follow one another in memory, convolutions and concatenations also write views of their results (the pixels of YOLO's levels). Gathered
     rows of tables, and sums of them, are written in place along both axes. If only products read the rows (:func:`pitched`),
@@ -241,7 +241,8 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
         return True
     producer = _sole_producer(b, value)
     if join.rows:
-        return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
+        rows = producer.kind in _NORMS or op.kind == "GatherElements"
+        return rows or _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
         kinds = _ROWS | _NORMS | {"Concat"} | (set() if join.small else {"RotaryEmbedding"})
         filtered = op.kind in _TURNS and _filters_channels(b, producer)
