@@ -24,7 +24,6 @@ from optdnn.passes.support.facts import (
     sizes_of,
 )
 from optdnn.passes.support.views import View, trace, transposed
-from optdnn.types import Array
 
 _PARTS = RESHAPES | {"Slice"}
 """Operators that take a part of a projection, and drop axes of size 1."""
@@ -53,7 +52,9 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
             if array is not None:
                 given.append(patch.constant(np.tile(array, (heads, *(1,) * (array.ndim - 1))), name))
         made = patch.add("Conv", given, replace(op.attrs, group=heads * features))
-        rows = in_shape(patch, transposed(patch, made, channels_to_last(rank)), (images[0] // heads, -1, heads, features))
+        rows = in_shape(
+            patch, transposed(patch, made, channels_to_last(rank)), (images[0] // heads, -1, heads, features)
+        )
         return in_shape(patch, transposed(patch, rows, (0, 2, 3, 1)), shape)
 
     return Match((op,), build)

@@ -213,7 +213,7 @@ def _source(graph: Graph, found: _Bias, q: tuple[int, ...]) -> Value | Miss:
     limits = None if part is None else slice_limits(graph, part)
     if part is None or whole is None or whole[:-1] != q[:3] or limits is None or len(limits) != 1:
         return Miss("the queries with a bias are not a Slice of all queries")
-    (axis, begin, end, step), = limits
+    ((axis, begin, end, step),) = limits
     if (axis, step) != (2, 1) or range(*slice(begin, end).indices(q[2])) != range(first, q[2] - last):
         return Miss("the queries with a bias are not a Slice of all queries")
     return operand(part)
@@ -233,10 +233,10 @@ def _taken(patch: Patch, x: Value, found: _Bias, q: tuple[int, ...], spare: int)
         width += len(table)
     columns = np.concatenate(tables).T
     columns = np.pad(columns, ((0, 0), (0, ALIGNED - width % ALIGNED)))  # at least one column of zeros
-    taken = np.pad(
-        np.concatenate(indices, 1), (found.around[:2], (0, spare)), constant_values=width
+    taken = np.pad(np.concatenate(indices, 1), (found.around[:2], (0, spare)), constant_values=width)
+    product = reshaped(
+        patch, patch.add("MatMul", [x, patch.constant(columns, "positions")], MatMulAttrs()), (*q[:3], columns.shape[1])
     )
-    product = reshaped(patch, patch.add("MatMul", [x, patch.constant(columns, "positions")], MatMulAttrs()), (*q[:3], columns.shape[1]))
     index = patch.add("Expand", [
         patch.constant(taken.astype(np.int32), "columns"),
         patch.constant(np.asarray([*q[:2], *taken.shape], np.int64), "shape"),

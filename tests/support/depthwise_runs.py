@@ -34,9 +34,17 @@ class Run:
 
 def images_of(held: Any, count: int, size: tuple[int, ...], places: tuple[int, int], channels: int) -> Any:
     """[count, height, width, channels] of a buffer. ``places``: elements from a pixel, and from an image, to the next."""
-    pitch, apart = places
-    strides = (n * held.itemsize for n in (apart, size[1] * pitch, pitch, 1))
-    return np.lib.stride_tricks.as_strided(held, (count, *size, channels), tuple(strides))
+    return volumes_of(held, (1, count), size, (*places, 0), channels)[0]
+
+
+def volumes_of(
+    held: Any, count: tuple[int, int], size: tuple[int, ...], places: tuple[int, int, int], channels: int
+) -> Any:
+    """[volumes, frames, height, width, channels] of a buffer; ``count``: volumes, and frames of each. ``places``: elements from a pixel,
+    and from a frame, to the next, and from the end of a volume to the next."""
+    pitch, apart, gap = places
+    strides = (n * held.itemsize for n in (count[1] * apart + gap, apart, size[1] * pitch, pitch, 1))
+    return np.lib.stride_tricks.as_strided(held, (*count, *size, channels), tuple(strides))
 
 
 def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> Run:
@@ -53,15 +61,17 @@ def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> R
     dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
     taps = 1 if s.depth is None else s.depth.taps
     read, written, added = problem.apart
-    x = rng.standard_normal(problem.images * read).astype(dtype)
+    volumes = 1 if s.depth is None else problem.batch // s.depth.out
+    gaps = [max(0, volumes * gap) for gap in problem.gaps]
+    x = rng.standard_normal(problem.images * read + gaps[0]).astype(dtype)
     weight = (rng.standard_normal((s.channels, 1, taps, *s.kernel)) / problem.taps**0.5).astype(dtype)
     bias = rng.standard_normal(s.channels).astype(np.float32)
-    residual = rng.standard_normal(problem.batch * added).astype(dtype)
+    residual = rng.standard_normal(problem.batch * added + gaps[2]).astype(dtype)
     _, *tiles = family.tiles(problem, config)
     count, images = problem.averaged
     arrays = {
         "input": x, "weights": depthwise.pack_weights(weight, problem.band), "bias": bias, "residual": residual,
-        "output": np.full(problem.batch * written, 7, dtype),
+        "output": np.full(problem.batch * written + gaps[1], 7, dtype),
         "sums": np.zeros((count, images * int(np.prod(tiles)), s.channels), np.float32),
     }  # fmt: skip
     held = {key: emulated.aligned(array) for key, array in arrays.items()}
@@ -69,12 +79,13 @@ def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> R
     sizes = (s.height, s.width), problem.out_size, problem.out_size
     names = {"input": problem.images, "output": problem.batch, "residual": problem.batch}
     seen = {
-        name: images_of(held[name], count, size, places, s.channels)
+        name: volumes_of(held[name], (volumes, count // volumes), size, places, s.channels)
         for (name, count), size, places in zip(
-            names.items(), sizes, zip(problem.pitch, problem.apart, strict=True), strict=True
+            names.items(), sizes, zip(problem.pitch, problem.apart, problem.gaps, strict=True), strict=True
         )
     }
-    given = (seen["input"], weight, bias, seen["residual"], seen["output"], held["sums"])
+    flat = {name: images.reshape(-1, *images.shape[2:]) for name, images in seen.items()}
+    given = (flat["input"], weight, bias, flat["residual"], flat["output"], held["sums"])
     found = Run(*(a.astype(np.float32) for a in given))
     seen["output"][:] = 7
     assert (held["output"] == 7).all()

@@ -88,14 +88,14 @@ def relu_before(op: Op) -> bool:
 
 def image_of(x: TensorView, columns: int = 1) -> TensorView:
     """An image, or a sequence as an image of one column, so that a thread loads each element once for any number of taps. The frames
-    of volumes become images if they follow one another in memory; other volumes stay volumes. ``columns``: columns of the image that
+    of volumes become images, as if volumes followed one another in memory (:func:`_gap`). ``columns``: columns of the image that
     become channels (:func:`columns_of`)."""
     if len(x.shape) == 3:
         (n, c, length), (sn, sc, step) = x.shape, x.strides
         return x.view((n, c, length, 1), (sn, sc, step, step))
     if len(x.shape) == 5:
         (n, c, d, h, w), (sn, sc, sd, sh, sw) = x.shape, x.strides
-        return x.view((n * d, c, h, w), (sd, sc, sh, sw)) if n == 1 or sn == d * sd else x
+        return x.view((n * d, c, h, w), (sd if d > 1 else sn, sc, sh, sw))
     if columns == 1:
         return x
     n, c, h, w = x.shape
@@ -157,19 +157,26 @@ def _depth_of(x: TensorView, out: TensorView, taps: int, found: Walked) -> Depth
     return Depth(x.shape[2], out.shape[2], taps, stride, -begin, dilation)
 
 
-def unit_of(*images: TensorView) -> int:
-    """8 or 4 if all pixels begin at multiples of this many elements; else 0."""
-    return next((n for n in (8, 4) if all(conv_maps.image_places(x, n) is not None for x in images)), 0)
+def _gap(x: TensorView | None) -> int:
+    """Elements from the end of a volume's last frame to the next volume; 0 for other tensors."""
+    if x is None or len(x.shape) != 5 or 1 in (x.shape[0], x.shape[2]):
+        return 0
+    return x.strides[0] - x.shape[2] * x.strides[2]
 
 
-def _misplaced(x: TensorView, out: TensorView) -> str | None:
-    """Why the kernels cannot read or write the images in place, or None."""
-    for name, image in (("input", x), ("result", out)):
-        if len(image.shape) == 5:
-            return f"the frames of its {name} do not follow one another in memory"
+def unit_of(*images: TensorView, gaps: Sequence[int] = ()) -> int:
+    """8 or 4 if all pixels begin at multiples of this many elements; else 0. ``gaps``: of volumes (:func:`_gap`)."""
+    units = (n for n in (8, 4) if not any(gap % n for gap in gaps))
+    return next((n for n in units if all(conv_maps.image_places(x, n) is not None for x in images)), 0)
+
+
+def _misplaced(x: TensorView, out: TensorView, columns: int) -> str | None:
+    """Why the kernels cannot read or write a tensor in place, or None. ``columns``: as of :func:`image_of`."""
+    for name, tensor in (("input", x), ("result", out)):
+        image = image_of(tensor, columns)
         if image.shape[1] > 1 and image.strides[1] != 1:
             return f"its {name} is not channels-last"
-        if unit_of(image) == 0:
+        if unit_of(image, gaps=(_gap(tensor),)) == 0:
             return f"the pixels of its {name} do not begin at multiples of 8 bytes, one after another"
     return None
 
@@ -255,7 +262,7 @@ class TiledDepthwise(DepthwiseTactic):
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
             return "its prologue is more than a ReLU"
-        if (why := _misplaced(*self._images(b, op))) is not None:
+        if (why := _misplaced(*self._places(b, op))) is not None:
             return why
         if (wide := _taps_of(weight)[-1]) > depthwise.MAX_TAPS:
             return f"a row of its filter has {wide} taps, more than {depthwise.MAX_TAPS}"
@@ -289,11 +296,6 @@ class TiledDepthwise(DepthwiseTactic):
         out = result_place(b, op, ep, b.result(op.value, strides), True, strides=strides)
         return b.source(op.inputs[0]), out, columns
 
-    def _images(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
-        """The tensors that the kernel reads and writes, as images."""
-        x, out, columns = self._places(b, op)
-        return image_of(x, columns), image_of(out, columns)
-
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         (*deep, high, wide), (read, made, columns) = _taps_of(b.weights(op)), self._places(b, op)
         x, out = image_of(read, columns), image_of(made, columns)
@@ -302,13 +304,14 @@ class TiledDepthwise(DepthwiseTactic):
         _, channels, *size = x.shape
         strides, pads, dilations = _of_images(found)
         source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
-        dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
+        dtype, pool = map_dtype(op.outputs[0].type.dtype), self.pool(b, op)
+        unit = unit_of(x, out, gaps=(_gap(read), _gap(made)))
         added = self.residual(b, op, unit, columns)
         images = (x, out, added and image_of(added, columns))
         reads, writes, adds = ((v and conv_maps.image_places(v, unit)) or (0, 0) for v in images)
         return depthwise.Problem(
             out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(reads[0], writes[0], adds[0]),
-            images_apart=(reads[1], writes[1], adds[1]), unit=unit, relu=relu_before(op),
+            images_apart=(reads[1], writes[1], adds[1]), gaps=(_gap(read), _gap(made), _gap(added)), unit=unit, relu=relu_before(op),
             summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
 
@@ -319,7 +322,7 @@ class TiledDepthwise(DepthwiseTactic):
             return None
         x = b.seen(value)
         image, in_rows = image_of(x, columns), columns == 1 or (x.strides[1], x.strides[3]) == (columns, 1)
-        if in_rows and len(image.shape) == 4 and conv_maps.image_places(image, unit) is not None:
+        if in_rows and not _gap(x) % unit and conv_maps.image_places(image, unit) is not None:
             return x
         strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
         return copied_later(b, op, x, "residual", strides)

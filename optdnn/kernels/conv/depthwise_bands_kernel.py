@@ -93,6 +93,8 @@ def refuse(
         return "it is for 16-bit images in and out, with nothing added"
     if problem.grown or problem.band:
         return "it is transposed, or its filter is too large"
+    if any(problem.gaps):
+        return "its volumes do not follow one another in memory"
     if render.reads_channels(problem.epilogue):
         return "its stages have per-channel operands"
     if problem.unit < 8:

@@ -101,7 +101,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
     _, x, y = tiles(problem, config)
     if problem.batch > 65535 or x * y > 65535:
         return "the grid is too large"
-    if max(s.height * s.width * problem.pitch[0], *problem.apart, problem.second[1]) >= 1 << 31:
+    if (
+        max(s.height * s.width * problem.pitch[0], *problem.apart, *map(abs, problem.gaps), problem.second[1])
+        >= 1 << 31
+    ):
         return "an image has more elements than the kernel addresses"
     return None
 
@@ -204,12 +207,14 @@ def launch(
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
     parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, *begins(problem))
-    parameters.i32(*itertools.chain(*zip(problem.pitch, problem.apart, strict=True)))
+    frames = [()] * 3 if s.depth is None else [(), *((s.depth.out, gap) for gap in problem.gaps[1:])]
+    places = zip(problem.pitch, problem.apart, frames, strict=True)
+    parameters.i32(*itertools.chain(*((pitch, apart, *more) for pitch, apart, more in places)))
     parameters.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     parameters.i32(four_bytes(problem.outside))
     if s.depth is not None:
-        parameters.i32(s.depth.size, s.depth.out, -s.depth.first)
+        parameters.i32(s.depth.size, s.depth.out, -s.depth.first, problem.gaps[0])
     put_requantize(parameters, problem.epilogue, requantize)
     if problem.beside is not None:
         parameters.pointer("second", "second_weights", "second_bias").i32(*problem.second)

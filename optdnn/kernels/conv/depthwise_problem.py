@@ -41,6 +41,8 @@ class Problem(OneSource):
     """Elements from a pixel to the next of the input, of the result and of the residual; 0: their channels."""
     images_apart: tuple[int, int, int] = (0, 0, 0)
     """Elements from an image to the next of the same; 0: images follow one another without gaps."""
+    gaps: tuple[int, int, int] = (0, 0, 0)
+    """Elements from the end of a volume's last frame to the next volume, of the same. They may be negative: volumes may be interleaved."""
     unit: int = 8
     """4 or 8: pixels of all images begin at multiples of this many elements."""
     relu: bool = False

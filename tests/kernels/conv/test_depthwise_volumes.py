@@ -27,6 +27,7 @@ from optdnn.kernels.conv.depthwise_transpose import TiledDepthwiseTranspose
 from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -176,12 +177,36 @@ def test_means_with_another_reader_have_a_launch_that_adds_sums() -> None:
     assert (found.count("ConvSqueeze"), found.count("SqueezeFinish")) == (1, 1)
 
 
-def of_other_frames() -> Graph:
-    """Each second frame of a volume, whose frames are not neighbors in memory."""
+def of_first_frames() -> Graph:
+    """Some frames of a volume: between two volumes there are others."""
     n = Net()
     x = n.conv(n.input(2, 8, 6, 5, 5), 24, 1, pads=0)
     x = n.op("Slice", x, n.ints(0), n.ints(5), n.ints(2), n.ints(1))
     return n.done(n.conv(n.conv(x, 24, 3, group=24), 8, 1, pads=0))
+
+
+def of_heads(first: int = 0) -> Graph:
+    """Volumes that are heads of tokens, interleaved in memory, after a class token; the results go behind it (MViT). ``first``: of each
+    token's features."""
+    n = Net()
+    rows = n.op("MatMul", n.input(1, 61, 32), n.random(32, 56 + first))
+    rows = n.op("Slice", rows, n.ints(first), n.ints(56 + first), n.ints(2), n.ints(1))
+    heads = n.transposed(n.op("Reshape", rows, n.ints(1, 61, 2, 28)), 0, 2, 1, 3)
+    token, others = (n.op("Slice", heads, n.ints(a), n.ints(b), n.ints(2), n.ints(1)) for a, b in ((0, 1), (1, 61)))
+    volumes = n.op("Reshape", n.transposed(others, 0, 1, 3, 2), n.ints(2, 28, 3, 4, 5))
+    y = n.op("Reshape", n.conv(volumes, 28, 3, pads=1, group=28), n.ints(1, 2, 28, 60))
+    return n.done(n.op("Concat", token, n.transposed(y, 0, 1, 3, 2), attrs=ConcatAttrs(2)))
+
+
+def unaligned() -> Graph:
+    return of_heads(2)
+
+
+@pytest.mark.parametrize("graph", [of_first_frames, of_heads])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_volumes_may_have_gaps_between_them(graph: Callable[[], Graph], precision: str) -> None:
+    program = check_simulated(graph(), precision, tolerance=1e-2)
+    assert chosen(program) == {tactic.TiledDepthwise.name}
 
 
 def with_holes() -> Graph:
@@ -202,7 +227,7 @@ def cut() -> Graph:
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        (of_other_frames, "the frames of its input do not follow one another in memory"),
+        (unaligned, "do not begin at multiples of 8 bytes"),
         (lambda: image((1, 131), (3, 140)), "a row of its filter has 131 taps, more than 128"),
         (with_holes, "its filter has holes"),
         (cut, "its pads are negative"),
@@ -223,6 +248,7 @@ DEPTH = Depth(5, 5, 3, 1, -1)
 VOLUME = depthwise.Problem(10, Source(9, 10, 16, (3, 3), (1, 1), (1, 1, 1, 1), depth=DEPTH), STAGES)
 LARGE = replace(VOLUME, source=replace(VOLUME.source, kernel=(5, 5), padding=(2, 2, 2, 2), depth=Depth(5, 5, 5, 1, -2)))
 STRIDED = replace(VOLUME, batch=6, source=replace(VOLUME.source, stride=(2, 2), depth=Depth(5, 3, 3, 2, -1)))
+INTERLEAVED = replace(VOLUME, pitches=(32, 32, 0), gaps=(16 - 5 * 90 * 32,) * 2 + (0,))
 HOLES = replace(
     VOLUME,
     batch=6,
@@ -248,6 +274,12 @@ SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     ),
     "a volume, with a residual": (depthwise, replace(VOLUME, epilogue=(*STAGES, ("add",))), replace(TILE, sharers=2)),
     "a volume with strides": (depthwise, STRIDED, TILE),
+    "volumes apart": (
+        depthwise,
+        replace(STRIDED, epilogue=(*STAGES, ("add",)), gaps=(48, 32, 16)),
+        replace(TILE, sharers=2),
+    ),
+    "interleaved volumes": (depthwise, INTERLEAVED, TILE),
     "a volume with sums": (depthwise, replace(VOLUME, squeeze=True), TILE),
     "a volume with sums, shared frames": (depthwise, replace(STRIDED, squeeze=True), replace(TILE, sharers=2)),
     "a volume with sums on tensor cores": (bands, replace(VOLUME, squeeze=True), FRAMES),
@@ -324,6 +356,7 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
             "one after another",
         ),
         (bands, GROWN, FRAMES, "transposed"),
+        (bands, replace(VOLUME, gaps=(16, 0, 0)), FRAMES, "its volumes do not follow one another in memory"),
         (tma, VOLUME, tma.Config(2, 2, 2, 4, 4), "it is for images"),
         (tma, GROWN, tma.Config(2, 2, 2, 4, 4), "not transposed"),
     ],

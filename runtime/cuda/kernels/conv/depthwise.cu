@@ -29,7 +29,7 @@ struct Params {
     Narrow mean;                                   // only its factor is used where results are floats
     u32 outside;                                   // the padding value of an 8-bit image, in each of four bytes
 #if KERNEL_D
-    int depth, out_d, pad_d;                       // images are frames of volumes: frames of a volume, and of its result
+    int depth, out_d, pad_d, gap;                  // images are frames of volumes: frames of a volume, and of its result; the input's gap
 #endif
     Requantize requantize;                         // for 8-bit operands
 #if BESIDE
@@ -85,11 +85,12 @@ struct Filter {
             const int z = TRANSPOSED ? (frame + p.pad_d - tap) / STRIDE_D : frame * STRIDE_D - p.pad_d + tap * DILATION_D;
             if (unsigned(z) >= unsigned(p.depth)) continue;
             const int image = volume * p.depth + z;
+            const long long gaps = (long long)volume * p.gap;
 #else
-            const int tap = 0, image = n;
+            const int tap = 0, image = n, gaps = 0;
             if (step >= BANDS) break;
 #endif
-            add_image(p, input + (long long)image * apart, pitch, out_y, out_x, vector, local, tap * BANDS + band, band * KERNEL_H * DILATION_H, acc);
+            add_image(p, input + (long long)image * apart + gaps, pitch, out_y, out_x, vector, local, tap * BANDS + band, band * KERNEL_H * DILATION_H, acc);
         }
     }
 

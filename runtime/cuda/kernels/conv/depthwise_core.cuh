@@ -143,11 +143,21 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
     }
 }
 
-// Elements from a pixel to the next, and from an image to the next.
+// Elements from a pixel to the next, and from an image to the next. Volumes have so many frames; between the last frame of a volume and the
+// first one of the next there are ``gap`` elements more (or less).
 struct Places {
     int pitch, image;
+#if KERNEL_D
+    int frames, gap;
+#endif
 
-    __device__ __forceinline__ long long at(int n, int pixel) const { return (long long)n * image + (long long)pixel * pitch; }
+    __device__ __forceinline__ long long at(int n, int pixel) const {
+        long long from = (long long)n * image + (long long)pixel * pitch;
+#if KERNEL_D
+        from += (long long)(n / frames) * gap;
+#endif
+        return from;
+    }
 };
 
 struct Output {
