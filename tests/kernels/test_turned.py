@@ -76,6 +76,15 @@ def test_conversions_and_operators(
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) == len(program.steps)
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_conversion_alone_compiles(precision: str) -> None:
+    """fp32 images whose channels become the last axis, in 16 bits. (The processor's compiler would convert by itself.)"""
+    n = Net()
+    program = lowered(n.done(n.conv(n.input(64, 16, 28, 28), 64, 1, pads=0)), precision, "cuda:sm_90a")
+    assert "turned" in [k.function for k in program.kernels]
+
+
 def combined(*shapes: tuple[int, ...], slot: int = 0, size: tuple[int, ...] = (4, 64, 1500)) -> Graph:
     """A pointwise operator on a transposed tensor and others. ``slot``: of the transposed tensor."""
     n = Net()

@@ -63,7 +63,8 @@ def emit_pointwise(
         attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
     else:
         attrs = {}
-    if (turn := _turned(b, present, out, lines if stages or types[0].dtype != out.dtype else [], result)) is not None:
+    computed = result if stages or any(p.dtype != out.dtype for _, p in present) else ""
+    if (turn := _turned(b, present, out, lines, computed)) is not None:
         b.emit(op, turn, {"out": out, **{f"in{i}": p for i, p in present}}, kind, attrs, list(operands), [out])
         return
     looked_up = None if kind != "Pointwise" or widened else byte_table(b, operands, attrs, out)
@@ -103,8 +104,8 @@ def emit_pointwise(
 def _turned(
     b: Builder, present: Sequence[tuple[int, TensorView]], out: TensorView, lines: Sequence[str], result: str
 ) -> Launch | None:
-    """The launch that transposes tiles of one operand, if that one is contiguous along another axis than ``out``. Without ``lines``,
-    elements are moved."""
+    """The launch that transposes tiles of one operand, if that one is contiguous along another axis than ``out``. ``lines`` compute
+    ``result``; without a result, elements are moved."""
     if lines and out.dtype in BYTES:
         return None
     for i, x in present:
@@ -112,7 +113,7 @@ def _turned(
         turn = turned.turn_of(x, out, [y for _, y in others])
         if turn is not None:
             source, *more = (turned.Operand(k, CPP[y.dtype], arithmetic(y.dtype)) for k, y in ((i, x), *others))
-            elements = turned.Elements(source, CPP[out.dtype], tuple(lines), result if lines else "", tuple(more))
+            elements = turned.Elements(source, CPP[out.dtype], tuple(lines), result, tuple(more))
             return turned.launch(b.arch, turn, elements)
     return None
 
