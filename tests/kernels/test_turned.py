@@ -19,6 +19,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.types import BF16, FP16, FP32, DType
 
@@ -82,7 +83,10 @@ def test_a_conversion_alone_compiles(precision: str) -> None:
     """fp32 images whose channels become the last axis, in 16 bits. (The processor's compiler would convert by itself.)"""
     n = Net()
     program = lowered(n.done(n.conv(n.input(64, 16, 28, 28), 64, 1, pads=0)), precision, "cuda:sm_90a")
-    assert "turned" in [k.function for k in program.kernels]
+    kernels = [k for k in program.kernels if k.function == "turned"]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert nvrtc.resources(recipe_of(kernel))["turned"].spill_bytes == 0
 
 
 def combined(*shapes: tuple[int, ...], slot: int = 0, size: tuple[int, ...] = (4, 64, 1500)) -> Graph:
