@@ -82,7 +82,8 @@ def test_conversions_and_operators(
 def test_a_conversion_alone_compiles(precision: str) -> None:
     """fp32 images whose channels become the last axis, in 16 bits. (The processor's compiler would convert by itself.)"""
     n = Net()
-    program = lowered(n.done(n.conv(n.input(64, 16, 28, 28), 64, 1, pads=0)), precision, "cuda:sm_90a")
+    images = n.conv(n.input(64, 16, 28, 28), 64, 1, pads=0)
+    program = lowered(n.done(n.conv(images, 8, 1, pads=0)), precision, "cuda:sm_90a")
     kernels = [k for k in program.kernels if k.function == "turned"]
     assert len(kernels) == 2
     for kernel in kernels:
