@@ -7,6 +7,7 @@ repeated for each head, the images are a view of it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -31,22 +32,26 @@ _PARTS = RESHAPES | {"Slice"}
 
 @rule("heads_as_channels", {"Conv"})
 def heads_as_channels(graph: Graph, op: Op) -> Match | None:
-    """A depthwise convolution of (B * H, C, …) becomes one of (B, H * C, …), if the channels of all heads are neighbors in memory."""
+    """A depthwise convolution of (B * H, C, …) becomes one of (B, H * C, …), if the heads of a position are neighbors."""
     view = trace(graph, operand(op)) if is_depthwise(graph, op) else None
     images, shape = sizes_of(graph, operand(op)), op.outputs[0].type.shape
     if view is None or images is None or shape is None or op.attrs.prologue or op.attrs.epilogue:
         return None
-    heads = _heads(graph, view, images)
-    if heads is None:
+    found = _rows(graph, view, images)
+    if found is None:
         return None
+    heads, of_tokens = found
     features, places, rank = images[1], images[2:], len(images)
     weight, bias = (graph.constant_value(op.input(slot)) for slot in (1, 2))
     if op.input(2) is not None and bias is None:
         return None
 
     def build(patch: Patch) -> Value:
-        split = in_shape(patch, view.base, (images[0] // heads, heads, -1, features))
-        rows = in_shape(patch, transposed(patch, split, (0, 2, 1, 3)), (images[0] // heads, *places, heads * features))
+        x = view.base
+        if not of_tokens:
+            split = in_shape(patch, x, (images[0] // heads, heads, -1, features))
+            x = transposed(patch, split, (0, 2, 1, 3))
+        rows = in_shape(patch, x, (images[0] // heads, *places, heads * features))
         given = [transposed(patch, rows, channels_from_last(rank))]
         for array, name in ((weight, "filters"), (bias, "bias")):
             if array is not None:
@@ -60,26 +65,39 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
     return Match((op,), build)
 
 
-def _heads(graph: Graph, view: View, images: tuple[int, ...]) -> int | None:
-    """The number of heads, if the images are a view of (B, H, positions, C), part of a transposed (B, positions, …, H, C) with
-    several B and H; else None."""
+def _rows(graph: Graph, view: View, images: tuple[int, ...]) -> tuple[int, bool] | None:
+    """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several items and heads;
+    else None. A base that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors."""
+    items, features, *places = images
+    whole, last = View(view.base, view.before), view.before[-1]
+    if isinstance(last, int) and last > features and last % features == 0:
+        heads = last // features
+        tokens = whole.reshape((items // heads, math.prod(places), heads, features))
+        if items % heads == 0 and items > heads and _is_images(tokens.transpose((0, 2, 1, 3)), view, images):
+            return heads, True
     before = tuple(n for n in view.before[:-3] if n != 1)
-    if len(view.before) < 4 or len(before) > 1:
+    if len(view.before) < 4 or len(before) != 1 or before[0] * view.before[-3] != items or last != features:
         return None
-    batch, (heads, positions, features) = before[0] if before else 1, view.before[-3:]
-    if not isinstance(heads, int) or heads < 2 or batch == 1 or batch * heads != images[0]:
-        return None
-    whole, last = View(view.base, view.before), channels_from_last(len(images))
-    ways = (
-        whole.reshape((images[0], *images[2:], features)).transpose(last),
-        whole.swap_last().reshape(images),
+    heads = items // before[0]
+    return (
+        (heads, False)
+        if heads > 1 and _is_images(whole, view, images) and _are_neighbors(graph, view.base, heads)
+        else None
     )
-    if features != images[1] or all(way.moves != view.moves for way in ways):
-        return None
-    value = view.base
-    while (part := graph.op(value)).kind in _PARTS:
-        value = operand(part)
-    perm = part.attrs.perm if part.kind == "Transpose" else None
+
+
+def _is_images(heads: View, view: View, images: tuple[int, ...]) -> bool:
+    """Whether ``view`` gives ``images`` of ``heads`` (batch, heads, positions, features), by way of channels last or first."""
+    items, features, *places = images
+    last = heads.reshape((items, *places, features)).transpose(channels_from_last(len(images)))
+    return view.moves in (last.moves, heads.swap_last().reshape(images).moves)
+
+
+def _are_neighbors(graph: Graph, part: Value, heads: int) -> bool:
+    """Whether a part of a transposed tensor has its heads from the axis before that of features."""
+    while (op := graph.op(part)).kind in _PARTS:
+        part = operand(op)
+    perm = op.attrs.perm if op.kind == "Transpose" else None
     if perm is None or perm[-1] != len(perm) - 1:
-        return None
-    return heads if graph.type(part.value).dims[perm.index(len(perm) - 2)] == heads else None
+        return False
+    return graph.type(op.value).dims[perm.index(len(perm) - 2)] == heads

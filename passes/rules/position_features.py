@@ -1,13 +1,13 @@
 """Biases of relative positions along several axes become features of queries and keys.
 
-In MViT v2 and ViTDet (decomposed relative positions, Li et al., 2022) the bias of a query and a key is a sum of one term for each axis of
-the picture or video. A term is the product of the query with an embedding of the distance along that axis, of which there is one for
-each position of the key. The sum has an element for each pair of a query and a key, the terms have few. A key at position j of an axis
-takes term j of the query: the product of the terms with a vector that is one at j and zero elsewhere. So queries get the terms as
+In MViT v2 and ViTDet (decomposed relative positions, Li et al., 2022), the bias of a query and a key is a sum of one term for each
+axis of the picture or video: the product of the query with the embedding of their distance along that axis. The bias has an element
+for each pair of a query and a key. The terms of a query are few: one for each position of a key along an axis. A key at position j
+of an axis takes term j: the product of the terms with a vector that is one at j, and zero elsewhere. So queries get their terms as
 further features, keys get these vectors, and attention has no bias.
 
-Exporters multiply the queries of each position by a matrix of their own. The matrices share most of their columns, the embeddings. All
-queries are multiplied by all embeddings once, and each takes its columns of the product.
+Exporters multiply the queries of each position by a matrix of their own. Most columns of these matrices are the same embeddings. So
+all queries are multiplied by all embeddings, once, and each takes its terms from the product.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ MOST_FEATURES = 256
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of the bias: each row of ``x`` times its own matrix of ``stack`` (position, features, keys along ``axis``).
+    """A term of the bias: each row of ``x`` times a matrix of ``stack`` (matrices, features, positions of keys along one axis).
 
-    ``positions``: for each query of a head, its matrix. ``axis``: of the keys' axes. ``ops``: the product and the views after it."""
+    ``positions``: the matrix of each query of a head. ``axis``: which of the keys' axes. ``ops``: the product, and the views after
+    it."""
 
     x: Value
     stack: Array
@@ -59,8 +60,8 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Bias:
-    """A sum of terms. ``keys``: sizes of the keys' axes. ``around``: queries before and after those with a bias, and keys before and
-    after those with a bias."""
+    """A sum of terms. ``keys``: sizes of the keys' axes. ``around``: numbers of queries before and after those with a bias, and of
+    keys likewise. ``ops``: the additions, and what follows them."""
 
     terms: Sequence[_Term]
     keys: tuple[int, ...]
@@ -71,7 +72,8 @@ class _Bias:
 @rule("position_features", {"Attention"})
 def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     """``softmax(q k + sum of q R_axis)`` is ``softmax([q, q R] [k, ones])``, with ``q R`` of one product for all axes."""
-    if op.input(3) is None or op.attrs.softcap or any(op.input(slot) is not None for slot in range(4, len(op.inputs))):
+    more = any(v is not None for v in op.inputs[4:])
+    if op.input(3) is None or op.attrs.softcap or more:
         return None
     q, k = (sizes_of(graph, operand(op, slot)) for slot in (0, 1))
     if q is None or k is None or any(graph.use_count(Value(op.id, port)) for port in range(1, len(op.outputs))):
@@ -89,14 +91,15 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     scale = op.attrs.scale or 1 / math.sqrt(q[3])
 
     def build(patch: Patch) -> Value:
-        more = _taken(patch, source, found, q, spare)
+        taken = _taken(patch, source, found, q, spare)
         ones = np.pad(_ones(found, terms) / scale, ((found.around[2], found.around[3]), (0, spare)))
         dtype = patch.type(operand(op, 1)).dtype
         spread = patch.add("Expand", [
             patch.constant(ones.astype(dtype), "positions"),
             patch.constant(np.asarray([*k[:3], terms + spare], np.int64), "shape"),
         ])  # fmt: skip
-        joined = [patch.add("Concat", pair, ConcatAttrs(-1)) for pair in ([op.inputs[0], more], [op.inputs[1], spread])]
+        pairs = [operand(op, 0), taken], [operand(op, 1), spread]
+        joined = [patch.add("Concat", pair, ConcatAttrs(-1)) for pair in pairs]
         return patch.add("Attention", [*joined, op.inputs[2]], replace(op.attrs, scale=scale))
 
     return Match((op, *found.ops, *(o for t in found.terms for o in t.ops)), build)
@@ -184,8 +187,8 @@ def _numbers(graph: Graph, x: Value) -> Array | None:
 
 
 def _rows_after(graph: Graph, rows: Array | None, views: Sequence[Op], width: int) -> Array | None:
-    """Numbers of rows after views, which keep rows of ``width`` whole; None if they do not. Reshapes at the end may split rows off axes
-    of size 1."""
+    """The numbers of rows after views that keep rows of ``width`` whole; None if they do not. Reshapes at the end may add axes of
+    size 1 behind them."""
     for i, view in enumerate(views):
         shape = sizes_of(graph, view.value)
         if rows is None or shape is None:

@@ -40,8 +40,8 @@ def images_of(held: Any, count: int, size: tuple[int, ...], places: tuple[int, i
 def volumes_of(
     held: Any, count: tuple[int, int], size: tuple[int, ...], places: tuple[int, int, int], channels: int
 ) -> Any:
-    """[volumes, frames, height, width, channels] of a buffer; ``count``: volumes, and frames of each. ``places``: elements from a pixel,
-    and from a frame, to the next, and from the end of a volume to the next."""
+    """[volumes, frames, height, width, channels] of a buffer; ``count``: volumes, and frames of each. ``places``: elements from a
+    pixel, and from a frame, to the next, and from the end of a volume to the next."""
     pitch, apart, gap = places
     strides = (n * held.itemsize for n in (count[1] * apart + gap, apart, size[1] * pitch, pitch, 1))
     return np.lib.stride_tricks.as_strided(held, (*count, *size, channels), tuple(strides))
