@@ -16,6 +16,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.gathered_products import TABLE
+from optdnn.passes.rules.added_parts import part_of_pad
+from optdnn.passes.rules.given_attention import given_mask
 from optdnn.passes.support.facts import (
     NORMS,
     depends_on_inputs,
@@ -295,4 +297,5 @@ def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken | _Selected) -> list
 
 class TakeRows(RulePass):
     name = "take_rows"
-    rules = (take_rows, take_rows_by_index, row_is_slice, take_row_of_each)
+    # rows of masks may be padding alone: then there is no mask
+    rules = (take_rows, take_rows_by_index, row_is_slice, take_row_of_each, part_of_pad, given_mask)

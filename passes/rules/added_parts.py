@@ -5,6 +5,7 @@ all tokens but the class token to the scores and to the result of attention). ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.regions import Region, backward, boxed, forward, region, viewed
 from optdnn.types import normalize_axis
 
+MOST_ZEROS = 1 << 20
+"""Most elements of a part of a padding that becomes a constant."""
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 """Kinds that add a tensor as a stage of their epilogue, or as the mask of the attention that they are a part of."""
 
@@ -108,7 +111,7 @@ def pad_of_pad(graph: Graph, op: Op) -> Match | None:
 
 @rule("part_of_pad", {"Slice"})
 def part_of_pad(graph: Graph, op: Op) -> Match | None:
-    """A part of a Pad with zeros is a part of its operand, or the Pad with fewer zeros.
+    """A part of a Pad with zeros is a part of its operand, the Pad with fewer zeros, or zeros.
 
     PyTorch assembles the keys of DeepSeek's heads by writes into an empty tensor: the second write keeps the first part. Several
     parts of a Pad stay: kernels read them in place."""
@@ -129,7 +132,11 @@ def part_of_pad(graph: Graph, op: Op) -> Match | None:
     kept = [(max(0, begin), min(n, end)) for (begin, end), n in zip(own, sizes, strict=True)]
     around = [*(max(0, -begin) for begin, _ in own), *(max(0, end - n) for (_, end), n in zip(own, sizes, strict=True))]
     cut = [k for k in range(rank) if kept[k] != (0, sizes[k])]
-    if any(begin >= end for begin, end in kept) or (cut and any(around)):
+    shape, name = op.outputs[0].type.static_shape, op.outputs[0].name
+    if any(begin >= end for begin, end in kept):
+        zero = np.zeros(shape, op.outputs[0].type.dtype) if math.prod(shape) <= MOST_ZEROS else None
+        return None if zero is None else Match((op, pad), lambda patch: patch.constant(zero, name))
+    if cut and any(around):
         return None
 
     def build(patch: Patch) -> Value:

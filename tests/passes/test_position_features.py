@@ -52,8 +52,8 @@ def network(
     added: Callable[[Net, Value, Value], Value] | None = None,
     source: Callable[[Net, Value], Value] = lambda n, q: q,
 ) -> Graph:
-    """Attention with a bias of all axes. ``token``: the first query and key have none. ``added``: what is added to the bias, made from
-    it and the queries; ``source``: the rows that the terms multiply, made from the queries."""
+    """Attention with a bias of all axes. ``token``: the first query and key have none. ``added``: what is added to the bias, made
+    from it and the queries; ``source``: the rows that the terms multiply, made from the queries."""
     n = Net()
     more, count, seen = int(token), math.prod(size), math.prod(keys)
     q = n.op("Relu", n.input(BATCH, HEADS, count + more, FEATURES, name="q"))

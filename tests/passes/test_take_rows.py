@@ -11,6 +11,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
@@ -177,6 +178,21 @@ def test_masks_have_a_row_for_each_query() -> None:
     after, _ = check_pass(TakeRows(), n.done(rows(n, y, 1, 3, axis=2)), changes=1)
     (attention,) = after.of_kind("Attention")
     assert [after.type(attention.inputs[i]).dims[-2] for i in (0, 1, 3)] == [2, 6, 2]  # type: ignore[arg-type]
+
+
+def test_a_mask_of_padding_alone_goes() -> None:
+    """The class token of MViT, whose scores have no bias."""
+    n = Net(np.float64)
+    q, k, v = (n.input(2, 2, 6, 4, name=name) for name in "qkv")
+    mask = n.op("Pad", n.op("Exp", n.input(2, 2, 5, 5, name="m")), n.ints(0, 0, 1, 1, 0, 0, 0, 0), attrs=PadAttrs())
+    y = n.op("Attention", q, k, v, mask, attrs=AttentionAttrs())
+    rules = {"take_rows": 1, "part_of_pad": 1, "given_mask": 1}
+    after, _ = check_pass(
+        TakeRows(), n.done(rows(n, y, 0, 1, axis=2)), changes=3, rules=rules, drops=["Exp_1", "Pad_2"]
+    )
+    (attention,) = after.of_kind("Attention")
+    assert len([v for v in attention.inputs if v is not None]) == 3
+    assert "Exp" not in after.kinds()
 
 
 @pytest.mark.parametrize("kind", ["Softmax", "LayerNormalization"])
