@@ -143,12 +143,26 @@ def _place(b: Builder, join: _Join) -> TensorView:
     if found is None and join.last:
         found = _beside_other_parts(b, op)
     if found is None:
-        strides = join.pitch or b.strides_for(t)
+        strides = join.pitch or _turned_order(b, join) or b.strides_for(t)
         if join.pixels:
             strides = rows_of_vectors(t.static_shape)  # convolutions write whole vectors
         found = b.new(op.outputs[0].name, t.dtype, t.static_shape, strides)
     b.reserved[op.value] = found
     return found
+
+
+def _turned_order(b: Builder, join: _Join) -> tuple[int, ...] | None:
+    """Strides in which a depthwise convolution of the heads of tokens writes the largest part in place: heads of (batch, heads, positions,
+    features) are neighbors in memory. None if the largest part is another one."""
+    made = [v for v in join.values if b.graph.constant_value(v) is None]
+    part = max(made, key=lambda v: math.prod(b.graph.type(v).static_shape), default=None)
+    turn = None if part is None or not join.inner else b.graph.op(part)
+    if part is None or turn is None or turn.kind != "Transpose" or turn.attrs.perm != (0, 2, 1, 3):
+        return None
+    if not _filters_channels(b, _sole_producer(b, part)):
+        return None
+    n, heads, positions, features = join.type.static_shape
+    return (positions * heads * features, features, heads * features, 1)
 
 
 def _beside_other_parts(b: Builder, op: Op) -> TensorView | None:
