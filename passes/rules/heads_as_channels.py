@@ -66,24 +66,26 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
 
 
 def _rows(graph: Graph, view: View, images: tuple[int, ...]) -> tuple[int, bool] | None:
-    """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several items and heads;
-    else None. A base that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors."""
+    """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several heads; else None. A base
+    that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors.
+
+    The heads of a single picture are images without a copy. Those of a video are not all that a kernel needs: its volumes are
+    interleaved."""
     items, features, *places = images
+    least = 1 if len(places) > 2 else 2
     whole, last = View(view.base, view.before), view.before[-1]
-    if isinstance(last, int) and last > features and last % features == 0:
+    if isinstance(last, int) and last > features and last % features == 0 and items % (last // features) == 0:
         heads = last // features
-        tokens = whole.reshape((items // heads, math.prod(places), heads, features))
-        if items % heads == 0 and items > heads and _is_images(tokens.transpose((0, 2, 1, 3)), view, images):
+        tokens = whole.reshape((items // heads, math.prod(places), heads, features)).transpose((0, 2, 1, 3))
+        if items // heads >= least and _is_images(tokens, view, images):
             return heads, True
-    before = tuple(n for n in view.before[:-3] if n != 1)
-    if len(view.before) < 4 or len(before) != 1 or before[0] * view.before[-3] != items or last != features:
+    outer = [n for n in view.before[:-3] if n != 1]
+    if len(view.before) < 4 or len(outer) > 1:
         return None
-    heads = items // before[0]
-    return (
-        (heads, False)
-        if heads > 1 and _is_images(whole, view, images) and _are_neighbors(graph, view.base, heads)
-        else None
-    )
+    batch, heads = outer[0] if outer else 1, view.before[-3]
+    if not isinstance(batch, int) or not isinstance(heads, int) or batch < least or heads < 2 or batch * heads != items:
+        return None
+    return (heads, False) if _is_images(whole, view, images) and _are_neighbors(graph, view.base, heads) else None
 
 
 def _is_images(heads: View, view: View, images: tuple[int, ...]) -> bool:
