@@ -25,7 +25,7 @@ from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of
 from optdnn.runtime.ranks.place import place_of
-from optdnn.runtime.ranks.runner import of_one_rank, open_ranks
+from optdnn.runtime.ranks.runner import RanksRunner, of_one_rank
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -244,9 +244,9 @@ def _steps(program: Program) -> str:
 def open_engine(program: Program, options: LoadOptions) -> Runner:
     """Prepare any valid program."""
     if program.ranks is not None:
-        return open_ranks(program, program.ranks, options)
+        return RanksRunner(program, program.ranks, options)
     if (alone := of_one_rank(program)) is not None and place_of() is not None:
-        return open_ranks(program, alone, options)
+        return RanksRunner(program, alone, options)
     return open_runner(program, options)
 
 

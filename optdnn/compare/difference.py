@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from optdnn.compare.divergence import finite
 from optdnn.compiler import build
 from optdnn.config import Progress
@@ -29,7 +27,7 @@ from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import race
 from optdnn.temporary import temporary_folder
-from optdnn.types import Array, TensorSpec
+from optdnn.types import Array, TensorSpec, raw_bytes
 
 Table = Mapping[str, Any]
 TABLES = {
@@ -130,7 +128,7 @@ def _model(path: Path, shapes: Mapping[str, Any], random_seed: int) -> Side:
 
 
 def _digest(array: Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()[:16]
+    return hashlib.sha256(raw_bytes(array)).hexdigest()[:16]
 
 
 def _flat(table: Table, prefix: str = "") -> dict[str, Any]:

@@ -34,16 +34,6 @@ class Samples:
     feeds: Mapping[str, Array]
     labels: Array | None = None
 
-    def __post_init__(self) -> None:
-        sizes = {name: len(a) for name, a in self.feeds.items()}
-        if not sizes:
-            raise UsageError("the calibration data hold no input")
-        if self.labels is not None:
-            sizes["labels"] = len(self.labels)
-        if len(set(sizes.values())) > 1:
-            shown = ", ".join(f"{n} {k}" for n, k in sizes.items())
-            raise InputError(f"the calibration data disagree on the number of samples: {shown}")
-
     def __len__(self) -> int:
         return len(next(iter(self.feeds.values())))
 

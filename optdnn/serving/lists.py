@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.serving.datatypes import DTYPE_OF
 from optdnn.serving.refusals import Refusal
-from optdnn.types import BOOL, RANK_LIMIT, Array, DType
+from optdnn.types import BOOL, RANK_LIMIT, Array, DType, raw_bytes
 
 
 def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -> memoryview:
@@ -30,7 +30,7 @@ def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -
         raise Refusal(f"the data of input {name!r} has shape {list(found.shape)}, not {list(shape)}")
     if not _holds(dtype, found):
         raise Refusal(f"the data of input {name!r} does not fit {kind}")
-    return memoryview(np.ascontiguousarray(found.astype(dtype)).reshape(-1).view(np.uint8).data)
+    return raw_bytes(found.astype(dtype))
 
 
 def _numbers(data: list[Any], depth: int = 1) -> list[Any]:

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from optdnn.serving.refusals import NotFound, Refusal
 from optdnn.serving.tensors import SHARED, DeviceSlice, RegionSlice, open_shared
-from optdnn.types import Array
 
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.-]{0,200})")
 MOST = 4096
@@ -180,8 +177,3 @@ def write(target: RegionSlice, data: memoryview) -> None:
         raise Refusal(f"the shared memory {target.key!r} cannot be written: {error.strerror}") from error
     finally:
         os.close(file)
-
-
-def bytes_of(a: Array) -> memoryview:
-    """The bytes of an array in row-major order."""
-    return memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)

@@ -54,7 +54,7 @@ from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.mapped import MappedFile
 from optdnn.runtime.program import Program, programs_of
-from optdnn.types import Array, dtype_name
+from optdnn.types import Array, dtype_name, raw_bytes
 
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 7)
@@ -136,7 +136,7 @@ def _bytes_of(array: Array) -> memoryview:
         dtype_name(array.dtype)
     except ShapeError as e:
         raise InternalError(f"a blob has {e.message}") from e
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return raw_bytes(array)
 
 
 def digests(blobs: Sequence[memoryview]) -> list[str]:

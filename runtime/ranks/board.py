@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,11 +61,7 @@ class Board:
 
     @classmethod
     def create(cls, world: int) -> Board:
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("optdnn-ranks")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
+        descriptor = os.memfd_create("optdnn-ranks")
         os.ftruncate(descriptor, _header(world))
         return cls(descriptor, world)
 
