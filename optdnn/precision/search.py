@@ -38,7 +38,7 @@ from optdnn.precision.metrics import metric_of
 from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
 from optdnn.precision.samples import halves
 from optdnn.precision.search_report import Candidate, Reasons, SearchReport, node_facts
-from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
+from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure_sensitivities
 from optdnn.precision.targets import SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
@@ -79,7 +79,7 @@ class SearchResult:
     passes: list[PassReport] = field(default_factory=list)
 
 
-def find(
+def search_precisions(
     graph: Graph,
     options: BuildOptions,
     target: str,
@@ -241,7 +241,7 @@ class _Search:
         parts = batches_of(self.graph, self.seen)
         about = f"{self.metric.name} {self.machine} {self.options.calibrator} {self.beside}"
         now = time.perf_counter()
-        self.sensitivities = measure(
+        self.sensitivities = measure_sensitivities(
             self.graph,
             wanted,
             parts,

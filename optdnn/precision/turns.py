@@ -108,12 +108,16 @@ def paired(rounds: Rounds) -> dict[str, float]:
     most = max((len(r) for r in rounds.values()), default=0)
     if not most:
         return {}
-    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: middle(rounds[n]))
-    scale = middle(rounds[base])
-    return {n: scale * middle([a / b for a, b in zip(r, rounds[base], strict=False)]) for n, r in rounds.items() if r}
+    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: interquartile_mean(rounds[n]))
+    scale = interquartile_mean(rounds[base])
+    return {
+        n: scale * interquartile_mean([a / b for a, b in zip(r, rounds[base], strict=False)])
+        for n, r in rounds.items()
+        if r
+    }
 
 
-def middle(values: Sequence[float]) -> float:
+def interquartile_mean(values: Sequence[float]) -> float:
     """The mean of the middle half (of all values, if fewer than four). It excludes disturbed rounds. If the values form two
     clusters, it moves with their proportions; a median does not."""
     skip = len(values) // 4

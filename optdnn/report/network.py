@@ -13,6 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import EngineError
+from optdnn.runtime.cpu.layers import operator_of
 from optdnn.runtime.cuda.measuring.expected import MEASURED, PREDICTED
 from optdnn.runtime.program import Program, Step
 from optdnn.types import dtype_name
@@ -163,15 +164,14 @@ def _results(program: Program, step: Step) -> Iterable[str]:
 
 
 def _add_library_step(net: Network, program: Program, k: int, writers: dict[int, list[int]]) -> None:
-    """The operators of a library's model. The exporter writes an operator with stages as several nodes, whose names begin with
-    that of the first (``conv``, ``conv/Relu``): they are one operator here, too."""
+    """The operators of a library's model; the nodes of an operator with stages are one operator here."""
     step = program.steps[k]
     graph = _parsed(bytes(program.blobs[int(step.params["model"])])).graph
     made = {name: w for name, b in zip(step.params["inputs"], step.inputs, strict=True) for w in writers.get(b, ())[:1]}
     groups: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         if node.op_type != "Constant":
-            groups.setdefault(_first_of(node.name, groups), []).append(node)
+            groups.setdefault(operator_of(node.name, groups), []).append(node)
     for name, nodes in groups.items():
         label = JOIN.join(n.op_type for n in nodes[:STAGES]) + (" …" if len(nodes) > STAGES else "")
         own = {o for n in nodes for o in n.output}
@@ -190,11 +190,6 @@ def _parsed(data: bytes) -> onnx.ModelProto:
     except DecodeError as error:
         raise EngineError(f"the model of a library in the engine is not ONNX: {error}") from error
     return proto
-
-
-def _first_of(name: str, names: Mapping[str, Any]) -> str:
-    head = name.rpartition("/")[0]
-    return head if head in names else name
 
 
 # ---------------------------------------------------------------- facts of the operators

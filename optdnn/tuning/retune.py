@@ -27,8 +27,8 @@ from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
-from optdnn.tuning.again import DECIDED
 from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.earlier_choices import DECIDED
 from optdnn.tuning.first_run import KEY as FIRST_RUN
 from optdnn.tuning.first_run import Tried, finish
 from optdnn.tuning.result import Timer, Tuned

@@ -9,7 +9,7 @@ import pytest
 from precision.nets import perceptron
 
 from optdnn.lowering.steps import lower_reference
-from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, remembered, turn_of
+from optdnn.precision.turns import identity, in_turns, interquartile_mean, once_each, paired, remembered, turn_of
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -46,9 +46,9 @@ def test_drift_does_not_decide() -> None:
 
 
 def test_the_middle_leaves_a_disturbed_round_out_and_weighs_two_kinds() -> None:
-    assert middle([1.0, 1.0, 50.0, 1.0, 1.0, 20.0, 1.0, 1.0]) == 1.0
-    assert middle([1.0, 3.0]) == 2.0
-    assert middle([1.0] * 5 + [2.0] * 5) == pytest.approx(1.5)
+    assert interquartile_mean([1.0, 1.0, 50.0, 1.0, 1.0, 20.0, 1.0, 1.0]) == 1.0
+    assert interquartile_mean([1.0, 3.0]) == 2.0
+    assert interquartile_mean([1.0] * 5 + [2.0] * 5) == pytest.approx(1.5)
 
 
 def test_the_same_engine_is_measured_once() -> None:
