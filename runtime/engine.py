@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from optdnn.config import THREADS_LIMIT
@@ -18,6 +19,7 @@ from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext, Runner
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
+from optdnn.runtime.file.json_file import read_json
 from optdnn.runtime.file.requires import check_requires
 from optdnn.runtime.file.signatures import SignedBy, signers
 from optdnn.runtime.file.validate import validate
@@ -253,6 +255,15 @@ def open_engine(program: Program, options: LoadOptions) -> Runner:
 def report_path(engine: str | os.PathLike[str]) -> str:
     """The path of a build's report: next to the engine."""
     return f"{os.fspath(engine)}.report.json"
+
+
+def saved_report(engine: str | os.PathLike[str]) -> dict[str, Plain]:
+    """The report of a build next to its engine; empty if it is missing or cannot be read."""
+    try:
+        found = read_json(Path(report_path(engine)))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _begin(program: Program, options: LoadOptions, devices: int | None) -> None:

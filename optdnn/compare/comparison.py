@@ -111,7 +111,9 @@ def compare(
     """
     feeds, other, feeds_from = _feeds(subject, given or {}, sizes, seed)
     if look_inside and subject.original is None:
-        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
+        raise UsageError(
+            "--layers and --bisect need the ONNX model that the engine was built from", hint="--model FILE"
+        )
     with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:

@@ -62,7 +62,11 @@ class Sensitivity:
     hazard: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"error": _round(self.error), "noise": _round(self.noise), "drop": _round(self.drop)}
+        plain: dict[str, Any] = {
+            "error": rounded(self.error, 4),
+            "noise": rounded(self.noise, 4),
+            "drop": rounded(self.drop, 4),
+        }
         return plain | ({"hazard": self.hazard} if self.hazard else {})
 
 
@@ -279,5 +283,6 @@ def _relative(got: Array, clean: Array) -> float:
     return math.sqrt(difference / power) if power else (0.0 if not difference else math.inf)
 
 
-def _round(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+def rounded(value: float, digits: int) -> float | None:
+    """A number for JSON with this many significant digits; None if it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -16,6 +16,8 @@ from typing import TypeVar
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
+RACE_SECONDS = 30.0
+"""No round of a race begins after this time."""
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
 """Engine -> milliseconds, one entry per round; an engine that was given up has fewer."""
@@ -81,17 +83,16 @@ def in_turns(
     *,
     rounds: int,
     give_up_ratio: float,
-    budget_seconds: float = 30.0,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each turn in ``rounds`` rounds. The starting engine changes from round to round.
 
-    After each round, engines with a best time beyond ``give_up_ratio`` times the best of all are given up. The round in which
-    ``budget_seconds`` end is the last one.
+    After each round, engines with a best time beyond ``give_up_ratio`` times the best of all are given up. No further
+    round begins after :data:`RACE_SECONDS`.
     """
     found: dict[str, list[float]] = {name: [] for name in turns}
     active = list(turns)
-    deadline = time.perf_counter() + budget_seconds
+    deadline = time.perf_counter() + RACE_SECONDS
     for k in range(rounds):
         for name in active[k % len(active) :] + active[: k % len(active)]:
             tick(name)

@@ -19,10 +19,9 @@ from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.cuda.kernel_text.allowed import without_code
 from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.cuda.trials.process import GpuProcess, NetworkLost, gpu_process
-from optdnn.runtime.engine import Engine, report_path
+from optdnn.runtime.engine import Engine, saved_report
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.file.format import read
-from optdnn.runtime.file.json_file import read_json
 from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
@@ -186,12 +185,8 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
 def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.PathLike[str]) -> None:
     """Save the engine, and its report with the new measurements."""
     engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
-    try:
-        report = read_json(Path(report_path(path)))
-    except (OSError, ValueError):
-        report = {}
+    known = saved_report(path)
     meta = {k: v for k, v in program.meta.items() if k != KEY}
-    known = report if isinstance(report, dict) else {}
     ran = {} if tried is None else {"first_runs": [tried.to_plain()]}
     engine.make_report = lambda e: {**known, **meta, "tuning": tuned.to_plain(), **ran}
     engine.save(path)
