@@ -129,7 +129,10 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
     tactics_then = str(built.get("tactics", "auto"))
     chosen = tactics or ",".join(t for t in tactics_then.split(",") if t != "heuristic") or "auto"
     if "heuristic" in chosen.split(","):
-        raise UsageError("retune measures tactics: there is nothing to do for tactics 'heuristic'")
+        raise UsageError(
+            "tuning measures tactics: with tactics 'heuristic' there is nothing to measure",
+            hint="leave 'heuristic' out",
+        )
     return BuildOptions(
         target=program.target, tactics=chosen, budget=budget,
         workspace=built.get("workspace"), row_invariant=bool(built.get("row_invariant", False)),

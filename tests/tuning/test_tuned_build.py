@@ -301,7 +301,7 @@ def test_engines_that_cannot_be_retuned(
     with pytest.raises(UsageError, match="this GPU is sm_80"):
         optdnn.retune(engine)
     gpu.device.arch = "sm_90a"
-    with pytest.raises(UsageError, match="nothing to do"):
+    with pytest.raises(UsageError, match="there is nothing to measure"):
         optdnn.retune(engine, tactics="heuristic")
     optdnn.build(model, target="reference").save(tmp_path / "reference.engine")
     with pytest.raises(EngineError, match="tuning is for GPUs"):
