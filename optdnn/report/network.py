@@ -5,6 +5,7 @@ Steps of kernels are operators as they are. A step of a CPU library holds its ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +199,7 @@ def _parsed(data: bytes) -> onnx.ModelProto:
 def add_times(net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = ()) -> None:
     """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count."""
     by_step = {s["step"]: s for s in steps}
-    alone = _alone(net)
+    alone = _steps_of_one_operator(net)
     for _, node in net.operators():
         row = by_step.get(node.step)
         if row is None or node.step not in alone:
@@ -209,22 +210,20 @@ def add_times(net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence
         node.tactic = node.tactic or str(row.get("tactic") or "")
     of_step = {(n.step, name): n for _, n in net.operators() if n.step not in alone for name in (n.name, *n.src)}
     for layer in layers:
-        found = of_step.get((layer["step"], layer["name"])) or _holding(of_step, layer)
+        found = of_step.get((layer["step"], layer["name"])) or _first_operator_of(of_step, layer)
         if found is not None:
             found.us = (found.us or 0.0) + 1e3 * layer["median_ms"]
             found.share = (found.share or 0.0) + layer["share"]
             found.tactic, found.source = layer["kind"], RUN
 
 
-def _alone(net: Network) -> set[int | None]:
+def _steps_of_one_operator(net: Network) -> set[int | None]:
     """The steps that are one operator."""
-    counts: dict[int | None, int] = {}
-    for _, node in net.operators():
-        counts[node.step] = counts.get(node.step, 0) + 1
+    counts = Counter(node.step for _, node in net.operators())
     return {step for step, n in counts.items() if n == 1}
 
 
-def _holding(of_step: Mapping[tuple[int | None, str], Node], layer: Mapping[str, Any]) -> Node | None:
+def _first_operator_of(of_step: Mapping[tuple[int | None, str], Node], layer: Mapping[str, Any]) -> Node | None:
     """The operator of the first node of a layer that a library made of several."""
     names = str(layer["name"]).split(JOIN)
     return next((n for name in names if (n := of_step.get((layer["step"], name))) is not None), None)

@@ -102,7 +102,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
     return found
 
 
-def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
+def _new_array(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
     """An uninitialized array. Raises RunError if there is no memory for it."""
     try:
         return np.empty(shape, dtype)
@@ -119,7 +119,7 @@ class SimulateContext(HostContext):
         self._runner, self.poison = runner, poison
         self._random = Random(seed)
         p = runner.program
-        self._raw = _room((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
+        self._raw = _new_array((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
         self._raw.fill(_FENCE_BYTE)
         arena = self._raw[FENCE : FENCE + p.arena_bytes]
         self._flat: list[Array | None] = [None] * len(p.buffers)
@@ -130,7 +130,7 @@ class SimulateContext(HostContext):
             elif b.offset is not None:
                 self._flat[i] = arena[b.offset : b.offset + (b.nbytes or 0)].view(b.dtype)
             elif i not in outside and i not in runner.on_host and b.nbytes is not None:
-                self._flat[i] = _room((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
+                self._flat[i] = _new_array((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
         self._arena = arena
         self._host: list[Array | None] = []
         """The values on the host in a run; the last entry stays None, for absent operands."""
@@ -150,7 +150,7 @@ class SimulateContext(HostContext):
             if i in self._runner.on_host:
                 results[spec.name] = None  # known when it is computed
                 continue
-            result = buffer if buffer is not None else _room(known_sizes(spec.shape), spec.dtype, spec.name)
+            result = buffer if buffer is not None else _new_array(known_sizes(spec.shape), spec.dtype, spec.name)
             self._flat[i] = result.reshape(-1)
             results[spec.name] = result
         if self.poison:
