@@ -19,10 +19,7 @@ from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
 
-_BROKEN = (
-    *(OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, NotImplementedError),
-    RuntimeError,
-)
+_BROKEN = (OSError, ValueError, EOFError, KeyError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """The errors that NumPy and zipfile raise for a broken file."""
 
 

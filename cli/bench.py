@@ -17,11 +17,10 @@ from optdnn.cli.common import (
     now,
     progress,
     reading_record,
-    remark,
-    report_beside,
     stdout,
     table,
     warn,
+    write_text,
 )
 from optdnn.cli.options import (
     FILE,
@@ -121,13 +120,12 @@ def command(
 def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any]) -> None:
     from optdnn.report.drawing import draw
     from optdnn.report.html import bench_html
-    from optdnn.runtime.file.atomic import write_atomic
+    from optdnn.runtime.engine import saved_report
 
-    build = {**program.meta, **report_beside(engine)}
+    build = {**program.meta, **saved_report(engine)}
     told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
     with reading_record(engine):
-        write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
-    remark(f"written: {html}")
+        write_text(html, bench_html(told, draw(program, told, measured=report), engine.name))
 
 
 def measured(

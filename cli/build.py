@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from optdnn.cli.build_options import build_options, make_options
-from optdnn.cli.common import command_line, give_json, now, progress, refuse_engine, remark, stderr, stdout
+from optdnn.cli.common import command_line, give_json, now, progress, refuse_engine, remark, stderr, stdout, write_text
 from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, output_option
 from optdnn.errors import OptdnnError, RunError, UsageError
 
@@ -119,12 +119,10 @@ def _report(build: Any, output: Path) -> dict[str, Any]:
 def _write_html(html: Path, engine: Any, report: Mapping[str, Any], title: str) -> None:
     from optdnn.report.drawing import draw
     from optdnn.report.html import build_html
-    from optdnn.runtime.file.atomic import write_atomic
 
     full = {**report, "command": command_line(click.get_current_context()), "time": now()}
     drawing = draw(engine.program, full, measured=report.get("bench"))
-    write_atomic(html, [build_html(full, drawing, title).encode()])
-    remark(f"written: {html}")
+    write_text(html, build_html(full, drawing, title))
 
 
 def _measured(engine: Any, output: Path, *, profile: bool) -> dict[str, Any]:

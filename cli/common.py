@@ -252,15 +252,3 @@ def is_engine(path: Path) -> bool:
         return format.is_engine(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-
-
-def report_beside(engine: Path) -> Mapping[str, Any]:
-    """The build report next to an engine; empty if it is missing or cannot be read."""
-    from optdnn.runtime.engine import report_path
-    from optdnn.runtime.file.json_file import read_json
-
-    try:
-        found = read_json(Path(report_path(engine)))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

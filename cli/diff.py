@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, report_beside, stdout, table
+from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, stdout, table
 from optdnn.cli.options import FILE, RESULTS, Command, Number, json_option, option, seed_option
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ def _drawing(b: Path, found: Mapping[str, Any]) -> Drawing | None:
         return None
     from optdnn.report.drawing import draw
     from optdnn.runtime.cuda.measuring.expected import expected_cliffs
+    from optdnn.runtime.engine import saved_report
     from optdnn.runtime.file.format import read
 
     program = read(b)
-    told = {**report_beside(b), "cliffs": expected_cliffs(program)}
+    told = {**saved_report(b), "cliffs": expected_cliffs(program)}
     return draw(program, told, changes=found["tables"].get("times", ()))

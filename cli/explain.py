@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, reading_record, report_beside, stdout, table
+from optdnn.cli.common import give_json, is_engine, reading_record, stdout, table
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.report.explanation import SHOWN, Explanations
@@ -41,8 +41,10 @@ def command(engine: Path, node: str, tactics: bool, json_file: Path | None) -> N
 
 
 def _tell(engine: Path, program: Program, node: str, json_file: Path | None, *, tactics: bool) -> None:
+    from optdnn.runtime.engine import saved_report
+
     names = _matches(program, node)
-    known = Explanations(program, report_beside(engine))
+    known = Explanations(program, saved_report(engine))
     facts = [known.of(name) for name in names]
     if give_json(facts, json_file):
         return

@@ -12,6 +12,9 @@ from optdnn.cli.common import give_json, progress, refuse_engine, stdout
 from optdnn.cli.options import FILE, Command, engine_argument, json_option, option, output_option
 from optdnn.errors import UsageError
 
+PARTS = ("A", "B", "scale")
+"""Endings of the arrays of an adapter."""
+
 
 @click.command("refit", cls=Command)
 @engine_argument
@@ -76,14 +79,12 @@ def _adapters(paths: tuple[Path, ...]) -> Mapping[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for path in paths:
         arrays = _arrays(path)
-        names = {n.rpartition(".")[0] for n in arrays}
-        strange = [n for n in arrays if n.rpartition(".")[2] not in ("A", "B", "scale")]
-        for name in sorted(names):
-            parts = [arrays.get(f"{name}.{part}") for part in ("A", "B", "scale")]
-            if strange or parts[0] is None or parts[1] is None:
-                raise UsageError(
-                    f"{path} is no adapter: {strange[0] if strange else name!r} is not one of NAME.A with NAME.B, NAME.scale"
-                )
+        if strange := [n for n in arrays if n.rpartition(".")[2] not in PARTS]:
+            raise UsageError(f"{path}: the array {strange[0]!r} is none of NAME.A, NAME.B and NAME.scale")
+        for name in sorted({n.rpartition(".")[0] for n in arrays}):
+            parts = [arrays.get(f"{name}.{part}") for part in PARTS]
+            if parts[0] is None or parts[1] is None:
+                raise UsageError(f"{path}: the adapter of {name!r} needs both arrays, {name}.A and {name}.B")
             if name in found:
                 raise UsageError(f"{name!r} has two adapters", hint="add them up: [A1; A2] and [B1, B2] side by side")
             found[name] = tuple(p for p in parts if p is not None)

@@ -260,6 +260,11 @@ def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...])
     return rng.integers(0, 2, shape).astype(dtype)
 
 
+def raw_bytes(array: Array) -> memoryview:
+    """The bytes of an array's elements in row-major order; copied only if the array is not contiguous."""
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
 def to_tf32(x: Array) -> Array:
     """fp32 rounded to nearest (ties to even) with a 10-bit mantissa, as tensor cores multiply at tf32; other types unchanged."""
     if x.dtype != FP32:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from optdnn.config import THREADS_LIMIT
@@ -18,6 +19,7 @@ from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext, Runner
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
+from optdnn.runtime.file.json_file import read_json
 from optdnn.runtime.file.requires import check_requires
 from optdnn.runtime.file.signatures import SignedBy, signers
 from optdnn.runtime.file.validate import validate
@@ -25,7 +27,7 @@ from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of
 from optdnn.runtime.ranks.place import place_of
-from optdnn.runtime.ranks.runner import of_one_rank, open_ranks
+from optdnn.runtime.ranks.runner import RanksRunner, of_one_rank
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -244,15 +246,24 @@ def _steps(program: Program) -> str:
 def open_engine(program: Program, options: LoadOptions) -> Runner:
     """Prepare any valid program."""
     if program.ranks is not None:
-        return open_ranks(program, program.ranks, options)
+        return RanksRunner(program, program.ranks, options)
     if (alone := of_one_rank(program)) is not None and place_of() is not None:
-        return open_ranks(program, alone, options)
+        return RanksRunner(program, alone, options)
     return open_runner(program, options)
 
 
 def report_path(engine: str | os.PathLike[str]) -> str:
     """The path of a build's report: next to the engine."""
     return f"{os.fspath(engine)}.report.json"
+
+
+def saved_report(engine: str | os.PathLike[str]) -> dict[str, Plain]:
+    """The report of a build next to its engine; empty if it is missing or cannot be read."""
+    try:
+        found = read_json(Path(report_path(engine)))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _begin(program: Program, options: LoadOptions, devices: int | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optdnn.compare.divergence import Findings, find, finite
+from optdnn.compare.divergence import Findings, find_divergences, finite
 from optdnn.compare.gpu_rivals import torch_candidates
 from optdnn.compare.rebuild import side_of
 from optdnn.compare.rivals import LIBRARIES, REFERENCE, candidates
@@ -111,7 +111,9 @@ def compare(
     """
     feeds, other, feeds_from = _feeds(subject, given or {}, sizes, seed)
     if look_inside and subject.original is None:
-        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
+        raise UsageError(
+            "--layers and --bisect need the ONNX model that the engine was built from", hint="--model FILE"
+        )
     with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:
@@ -144,7 +146,7 @@ def compare(
                 row.error = "it keeps uint32 as int32, and cannot draw the random numbers of the engine"
     result = Comparison(subject, outcome, feeds, feeds_from)
     if look_inside:
-        result.findings = look(subject, feeds, tolerance, say, _engine_rival(against))
+        result.findings = findings_of(subject, feeds, tolerance, say, _engine_rival(against))
     return result
 
 
@@ -185,7 +187,7 @@ def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:
                 row.max_abs_err, row.max_rel_err = errors_between(list(row.outputs.values()), list(want.values()))
 
 
-def look(
+def findings_of(
     subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, say: Progress, rival: Path | None = None
 ) -> Findings:
     """Where the optimized network on its target diverges from the model, node by node; with ``rival``, another engine of the model,
@@ -201,7 +203,7 @@ def look(
             load_subject(rival, subject.model, subject.options.threads).options, calib=subject.options.calib
         )
         other, label = side_of(rival, subject.model, options, say), f"{label}+{read(rival, verify=False).precision}"
-    return find(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
+    return find_divergences(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
 
 
 def drawn(outcome: Comparison, report: Mapping[str, Plain], say: Progress) -> Drawing:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from optdnn.compare.divergence import finite
 from optdnn.compiler import build
@@ -29,7 +28,7 @@ from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import race
 from optdnn.temporary import temporary_folder
-from optdnn.types import Array, TensorSpec
+from optdnn.types import Array, TensorSpec, raw_bytes
 
 Table = Mapping[str, Any]
 TABLES = {
@@ -60,8 +59,8 @@ class Side:
 
     @classmethod
     def read(cls, path: Path, shapes: Mapping[str, Any], random_seed: int = 0) -> Side:
-        """``shapes`` fix the shapes of a model's inputs; its random operators draw from ``random_seed``. Raises EngineError,
-        UsageError, ModelError."""
+        """The tables of a file. ``shapes`` fix the shapes of a model's inputs; its random operators draw from ``random_seed``.
+        Raises EngineError, UsageError, ModelError."""
         return _engine(path) if is_engine(path) else _model(path, shapes, random_seed)
 
 
@@ -130,7 +129,7 @@ def _model(path: Path, shapes: Mapping[str, Any], random_seed: int) -> Side:
 
 
 def _digest(array: Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()[:16]
+    return hashlib.sha256(raw_bytes(array)).hexdigest()[:16]
 
 
 def _flat(table: Table, prefix: str = "") -> dict[str, Any]:
@@ -143,12 +142,8 @@ def _flat(table: Table, prefix: str = "") -> dict[str, Any]:
 
 def _fusions(passes: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, int]]:
     """(pass, rule and nodes) -> how often the rule fired."""
-    counts: dict[str, int] = {}
-    for one in passes:
-        for fired in one["fired"]:
-            key = f"{one['name']}: {fired['rule']}: {' + '.join(fired['nodes'])}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts.items()
+    rules = ((one["name"], fired) for one in passes for fired in one["fired"])
+    return Counter(f"{name}: {fired['rule']}: {' + '.join(fired['nodes'])}" for name, fired in rules).items()
 
 
 def _precisions(program: Program) -> dict[str, str]:

@@ -124,7 +124,7 @@ class Findings:
         }
 
 
-def find(
+def find_divergences(
     original: Graph,
     optimized: Graph,
     engine_of: Callable[[Graph], Engine],

@@ -170,7 +170,7 @@ def case_of(
     typical = engine.meta.get("sizes")
     made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
     first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
-    feeds = _taken(engine, first, frozenset(given))
+    feeds = _accepted(engine, first, frozenset(given))
     drawn = random_feeds(engine.inputs, seed=seed + 1, sizes=_sizes(engine, feeds), profiles=engine.profiles)
     if any(is_float(a.dtype) and feeds[n] is not a for n, a in first.items()):
         drawn = fractions(drawn)
@@ -189,7 +189,7 @@ def _sizes(engine: Engine, feeds: Mapping[str, Array]) -> dict[str, int]:
     return {n: size for n, size in found.items() if n not in signature.derived}
 
 
-def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> dict[str, Array]:
+def _accepted(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> dict[str, Array]:
     """``feeds``; if the engine rejects them, with all made-up integers (axes, positions, lengths) set to 1, or to 0, or with
     made-up floats from 0 to 1.
 

@@ -21,7 +21,7 @@ def found_precisions(
     graph: Graph, untouched: Graph, options: BuildOptions, cache: TimingCache, say: Progress
 ) -> SearchResult:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, if no engine is within the bound."""
-    from optdnn.precision.search import find
+    from optdnn.precision.search import search_precisions
 
     def whole(precision: str) -> Graph:
         copy = untouched.copy()
@@ -29,7 +29,7 @@ def found_precisions(
         return copy
 
     on_gpu = TargetName.parse(options.target).on_gpu  # the passes of other targets do the same in all precisions
-    found = find(graph, options, options.target, cache, say, whole if on_gpu else None)
+    found = search_precisions(graph, options, options.target, cache, say, whole if on_gpu else None)
     cache.save()
     if not found.met:
         raise not_met(found.report)

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, ROUNDED_ROWS, BuildOptions, Progress
-from optdnn.errors import OptdnnError, RunError
+from optdnn.errors import OptdnnError
 from optdnn.ir.graph import Graph
 from optdnn.passes.support.precision import PrecisionPlan, no_rounded_rows
 from optdnn.passes.support.precision_choices import choices
@@ -17,7 +18,7 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, by_operator, work_of_ops
 from optdnn.precision.predicted import lowered, microseconds, step_times
 from optdnn.precision.targets import assigned, beside_packed, packed_offers, permitted
-from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
+from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
 from optdnn.runtime.cuda.gpu_facts import fitted
@@ -31,6 +32,9 @@ from optdnn.tuning.first_run import finish
 from optdnn.tuning.result import Tuned
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
+
+if TYPE_CHECKING:
+    from optdnn.runtime.cuda.runner import CudaContext
 
 CAST_US, BANDWIDTH = 1.5, 2e6
 """Microseconds that a cast between two kernels adds to a CUDA graph, and bytes per microsecond. Races of whole engines correct
@@ -106,10 +110,7 @@ class GpuTarget:
 
         def measured() -> dict[str, float]:
             feeds = random_feeds(engine.inputs, seed=1)
-            context = bench.cuda_context(engine.context(), feeds)
-            if context is None:
-                raise RunError("the engine does not run on the GPU")
-            rows = measure.profile_gpu(context, feeds, repeats=10, inner=2)
+            rows = measure.profile_gpu(_context(engine, feeds), feeds, repeats=10, inner=2)
             return {str(k): row.us for k, row in enumerate(rows)}
 
         rows = stored_times(self.cache, f"step times {self._gpu} {identity(engine)}", measured)
@@ -153,7 +154,7 @@ def gpu_rounds(
     """Median milliseconds of each engine's turn in each round: replays of its CUDA graph between events.
 
     The address of activations changes a small network's time by a few percent, more than the precisions do. So each engine has
-    several contexts, and the rounds alternate between them. An engine with steps on the CPU is timed by the host's clock.
+    several contexts, and the rounds alternate between them.
     """
     turns = {}
     for n, engine in engines.items():
@@ -163,20 +164,24 @@ def gpu_rounds(
 
 
 def _turn(engine: Engine, feeds: Mapping[str, Array], seconds: float) -> Callable[[], float]:
-    context = engine.context()
-    on_gpu = bench.cuda_context(context, feeds)
-    if on_gpu is None:
-        return turn_of(partial(context.run, feeds), seconds=seconds, rest=0.0)
-    on_gpu.run(feeds)  # stages the inputs and makes the graph
-    graph, stream = on_gpu.graph(), on_gpu.stream
+    context = _context(engine, feeds)
+    context.run(feeds)  # stages the inputs and makes the graph
+    graph, stream = context.graph(), context.stream
 
-    def turn(owner: object = on_gpu) -> float:  # the context owns the memory that its graph works on
+    def turn(owner: object = context) -> float:  # the context owns the memory that its graph works on
         for _ in range(5):
             graph.replay(stream)
         taken, _, _ = measure.replay_times(lambda: graph.replay(stream), stream, duration=seconds)
         return statistics.median(taken) / 1e6
 
     return turn
+
+
+def _context(engine: Engine, feeds: Mapping[str, Array]) -> CudaContext:
+    """A context of an engine that was built for this machine's GPU."""
+    context = bench.cuda_context(engine.context(), feeds)
+    assert context is not None
+    return context
 
 
 def _gpu(target: TargetName) -> str | None:

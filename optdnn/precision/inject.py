@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.errors import MissingDependency, OptdnnError
+from optdnn.errors import OptdnnError
 from optdnn.ir.evaluate import values
 from optdnn.ir.graph import Graph, Value
 from optdnn.lowering.cpu.library import LIBRARIES
@@ -19,7 +19,7 @@ from optdnn.lowering.cpu.partition import compile_with
 from optdnn.lowering.steps import lower_reference
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import usable_cores
-from optdnn.types import Array
+from optdnn.types import Array, is_float
 
 
 class Injector:
@@ -70,7 +70,7 @@ def _engine(graph: Graph) -> tuple[Engine, str]:
         try:
             if LIBRARIES[library].version() is not None:
                 return compile_with(graph, library, "fp32", usable_cores()), library
-        except (MissingDependency, OptdnnError):
+        except OptdnnError:
             continue
     return Engine(lower_reference(graph, {})), "numpy"
 
@@ -84,7 +84,7 @@ def noise(outputs: Mapping[str, Array], clean: Mapping[str, Array]) -> float:
     """
     worst = 0.0
     for name, reference in clean.items():
-        if reference.dtype.kind != "f" and reference.dtype.name != "bfloat16":
+        if not is_float(reference.dtype):
             continue
         a, b = np.asarray(outputs[name], np.float64), np.asarray(reference, np.float64)
         finite = np.isfinite(b)

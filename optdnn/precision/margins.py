@@ -60,8 +60,8 @@ class Margins:
         """The expected drop in points: losses minus gains."""
         return float(f"{100 * (self.losses() - self.gained) / max(1, self.count):.12g}")
 
-    def losses(self, lightest: float = LIGHTEST) -> float:
-        """The expected number of lost samples among those that fp32 has right, with a tail of index ``lightest`` or more."""
+    def losses(self) -> float:
+        """The expected number of lost samples among those that fp32 has right, with a tail of index :data:`LIGHTEST` or more."""
         shares = self.shares[self.shares > 0]
         wanted = round(self.right * (self.right / self.part) ** (TAIL - 1)) if self.right else 0
         k = min(max(1, wanted), len(shares) - 1)
@@ -69,7 +69,7 @@ class Margins:
             return float(self.lost)
         start, above = float(shares[k]), shares[:k]
         below = int(np.count_nonzero(above < 1))
-        index = max(lightest, float(np.log(above / start).sum()) / below) if below else math.inf
+        index = max(LIGHTEST, float(np.log(above / start).sum()) / below) if below else math.inf
         return k * start ** (1 / index) if index > 0 else 0.0
 
 

@@ -34,16 +34,6 @@ class Samples:
     feeds: Mapping[str, Array]
     labels: Array | None = None
 
-    def __post_init__(self) -> None:
-        sizes = {name: len(a) for name, a in self.feeds.items()}
-        if not sizes:
-            raise UsageError("the calibration data hold no input")
-        if self.labels is not None:
-            sizes["labels"] = len(self.labels)
-        if len(set(sizes.values())) > 1:
-            shown = ", ".join(f"{n} {k}" for n, k in sizes.items())
-            raise InputError(f"the calibration data disagree on the number of samples: {shown}")
-
     def __len__(self) -> int:
         return len(next(iter(self.feeds.values())))
 
@@ -118,7 +108,7 @@ def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Arr
             for name, a in feeds.items():
                 if name not in parts[k]:
                     each = sum(f[0].nbytes for f in feeds.values()) * data.samples
-                    parts[k][name] = room((len(wanted), *a.shape[1:]), a.dtype, each)
+                    parts[k][name] = new_array((len(wanted), *a.shape[1:]), a.dtype, each)
                 to = parts[k][name]
                 if to.shape[1:] != a.shape[1:]:
                     raise InputError(
@@ -133,7 +123,7 @@ def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Arr
     return parts
 
 
-def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
+def new_array(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
     """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, otherwise mapped from a temporary file that
     lives as long as the array."""
     if together <= HELD_BYTES:

@@ -38,7 +38,7 @@ from optdnn.precision.metrics import metric_of
 from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
 from optdnn.precision.samples import halves
 from optdnn.precision.search_report import Candidate, Reasons, SearchReport, node_facts
-from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
+from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure_sensitivities
 from optdnn.precision.targets import SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
@@ -79,7 +79,7 @@ class SearchResult:
     passes: list[PassReport] = field(default_factory=list)
 
 
-def find(
+def search_precisions(
     graph: Graph,
     options: BuildOptions,
     target: str,
@@ -171,7 +171,7 @@ class _Search:
             refused = [c for c in self._verified() if not c.single and c.searched <= self.bound < c.worst]
             refused = [] if any(not c.single for c in self._within()) else refused
             late = time.perf_counter() > self.deadline
-            dearer = [times for times in tables if not late and self._learned(times)]
+            dearer = [times for times in tables if not late and self._learn_casts(times)]
             if late or not (refused or dearer):
                 break
             if refused:
@@ -180,7 +180,7 @@ class _Search:
                 self.say(f"beyond the bound on unseen data: search again within {bound:.3g}")
         chosen = self._finals()
         met = chosen is not None
-        return self._found(chosen or min(self._verified(), key=lambda c: (c.worst, _ms(c))), tables, met)
+        return self._found(chosen or min(self._verified(), key=lambda c: (c.worst, _milliseconds(c))), tables, met)
 
     # ------------------------------------------------------------------ accuracy
 
@@ -215,13 +215,13 @@ class _Search:
         except DoesNotRun as error:
             candidate.error = error.message
 
-    def _alone(self, c: Candidate) -> bool:
+    def _is_of_one_precision(self, c: Candidate) -> bool:
         """Whether a build in one float precision makes a candidate's engine."""
         return self.whole is not None and c.single and not c.plan.quantizes and not c.plan.packs
 
     def _graph(self, c: Candidate) -> Graph:
         """The graph of a candidate, with its precisions."""
-        if self.whole is None or not self._alone(c):
+        if self.whole is None or not self._is_of_one_precision(c):
             return self._assigned(c.plan)
         if c.name not in self.wholes:
             self.wholes[c.name] = self.whole(c.name)
@@ -241,7 +241,7 @@ class _Search:
         parts = batches_of(self.graph, self.seen)
         about = f"{self.metric.name} {self.machine} {self.options.calibrator} {self.beside}"
         now = time.perf_counter()
-        self.sensitivities = measure(
+        self.sensitivities = measure_sensitivities(
             self.graph,
             wanted,
             parts,
@@ -303,7 +303,7 @@ class _Search:
                 return c
         return None
 
-    def _learned(self, times: OperatorTimes) -> bool:
+    def _learn_casts(self, times: OperatorTimes) -> bool:
         """Whether whole engines show that casts cost more than predicted. If so, ``times`` gets the new cost.
 
         The time of a mixture beyond its prediction is attributed to its casts; predictions are scaled by the ratio of single
@@ -377,8 +377,8 @@ class _Search:
         good = self._within()
         if not good:
             return None
-        limit = _ms(_fastest(good)) * CLOSE
-        near = sorted((c for c in good if _ms(c) <= limit), key=_ms)
+        limit = _milliseconds(_fastest(good)) * CLOSE
+        near = sorted((c for c in good if _milliseconds(c) <= limit), key=_milliseconds)
         close = [c for kind in (True, False) for c in [c for c in near if c.single == kind][:FINALISTS]]
         engines: dict[str, Engine] = {}
         for c in close:
@@ -419,18 +419,20 @@ class _Search:
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
-        alone = chosen.name if self._alone(chosen) else None
+        alone = chosen.name if self._is_of_one_precision(chosen) else None
         return SearchResult(plan, chosen.label, report, self.calibration, met, alone, self.passes)
 
 
 def _fastest(good: Sequence[Candidate]) -> Candidate:
     """The fastest candidate; a single precision if no mixture is clearly faster."""
     measured = any(c.ms is not None for c in good)
-    limit = min(map(_ms, good)) * (PREFER_SINGLE if measured else PREFER_PREDICTED)
-    return min([c for c in good if c.single and _ms(c) <= limit] or good, key=lambda c: (_ms(c), c.worst))
+    limit = min(map(_milliseconds, good)) * (PREFER_SINGLE if measured else PREFER_PREDICTED)
+    return min(
+        [c for c in good if c.single and _milliseconds(c) <= limit] or good, key=lambda c: (_milliseconds(c), c.worst)
+    )
 
 
-def _ms(c: Candidate) -> float:
+def _milliseconds(c: Candidate) -> float:
     """Measured milliseconds, otherwise predicted ones."""
     if c.ms is not None:
         return c.ms

@@ -13,7 +13,7 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision.latency import OperatorTimes, Timed
 from optdnn.precision.margins import Margins, merged
 from optdnn.precision.plans import Problem, Space
-from optdnn.precision.sensitivity import Sensitivities, Sensitivity
+from optdnn.precision.sensitivity import Sensitivities, Sensitivity, rounded
 from optdnn.types import is_float
 
 NOTHING_US, NOTHING = 0.05, 0.03
@@ -91,15 +91,15 @@ class Candidate:
             "name": self.name,
             "precisions": self.counts,
             "single": self.single,
-            "drop": finite(self.drop),
-            "verified": None if self.verified is None else finite(self.verified),
+            "drop": rounded(self.drop, 6),
+            "verified": None if self.verified is None else rounded(self.verified, 6),
             "ms": self.ms,
             "predicted_us": None if self.predicted_us is None else round(self.predicted_us, 2),
             "weights_bytes": self.bytes,
             "tactic": self.tactic,
             "within": self.verified is not None and self.worst <= bound,
         }
-        plain |= {} if self.expected is None else {"expected": finite(self.expected)}
+        plain |= {} if self.expected is None else {"expected": rounded(self.expected, 6)}
         return plain | ({"tuned": True} if self.tuned else {}) | ({"error": self.error} if self.error else {})
 
 
@@ -212,7 +212,7 @@ class SearchReport:
                 "calibration": self.calibration_samples,
                 "verification": self.verification_samples,
                 "labelled": self.labelled,
-                **({} if self.right is None else {"right": finite(self.right)}),
+                **({} if self.right is None else {"right": rounded(self.right, 6)}),
             },
             "latency": {"source": self.latency, "measured": self.measured},
             "candidates": rows,
@@ -316,7 +316,3 @@ def _share(power: float) -> str:
     """A noise power as a share of the output's root-mean-square variation."""
     share = 100 * math.sqrt(max(0.0, power))
     return "nothing" if share == 0 else f"{share:.2g} %"
-
-
-def finite(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -62,7 +62,11 @@ class Sensitivity:
     hazard: str | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"error": _round(self.error), "noise": _round(self.noise), "drop": _round(self.drop)}
+        plain: dict[str, Any] = {
+            "error": rounded(self.error, 4),
+            "noise": rounded(self.noise, 4),
+            "drop": rounded(self.drop, 4),
+        }
         return plain | ({"hazard": self.hazard} if self.hazard else {})
 
 
@@ -129,7 +133,7 @@ def batches_of(graph: Graph, samples: Samples) -> list[Samples]:
     return [samples.take(slice(k * size, (k + 1) * size)) for k in range(count)]
 
 
-def measure(
+def measure_sensitivities(
     graph: Graph,
     wanted: Sequence[tuple[Op, Sequence[str]]],
     parts: Sequence[Samples],
@@ -159,7 +163,7 @@ def measure(
     rows: dict[tuple[str, str], list[Sensitivity]] = {}
     for part in parts:
         ops = list({op.id: op for op, _ in missing}.values())
-        injector = Injector(graph, [place(graph, op) for op in ops], _operand_places(graph, ops), part.feeds)
+        injector = Injector(graph, [judged_output(graph, op) for op in ops], _operand_places(graph, ops), part.feeds)
         found.library = injector.library
         for k, (op, precision) in enumerate(missing):
             item, late = (key(op), precision), time.perf_counter() > deadline
@@ -167,7 +171,7 @@ def measure(
                 continue
             progress(f"sensitivity {k + 1} of {len(missing)}: {op.name} in {precision}")
             try:
-                got = alone(graph, op, precision, injector.recorded, target, calibration, beside)
+                got = run_alone(graph, op, precision, injector.recorded, target, calibration, beside)
             except OptdnnError as error:
                 found.failed[item] = error.message
                 continue
@@ -176,12 +180,12 @@ def measure(
             found.skipped += math.isnan(one.drop)
         if time.perf_counter() > deadline:
             break
-    found.table |= {item: mean(each) for item, each in rows.items()}
+    found.table |= {item: mean_sensitivity(each) for item, each in rows.items()}
     stored.save(found.table)
     return found
 
 
-def mean(batches: Sequence[Sensitivity]) -> Sensitivity:
+def mean_sensitivity(batches: Sequence[Sensitivity]) -> Sensitivity:
     """The average over several batches: mean noise and drop, root mean square of the error, any hazard."""
     return Sensitivity(
         math.sqrt(fmean(s.error**2 for s in batches)),
@@ -195,7 +199,7 @@ def _sensitivity(
     graph: Graph, op: Op, precision: str, got: Array, injector: Injector, metric: Metric, labels: Any, *, late: bool
 ) -> Sensitivity:
     """The sensitivity to a result ``got`` of an op. ``late``: there is no time to carry the error to the outputs."""
-    name = graph.output(place(graph, op)).name
+    name = graph.output(judged_output(graph, op)).name
     clean = injector.recorded[name]
     hazard, error = _hazard(op, precision, got, clean), _relative(got, clean)
     if not np.isfinite(got[np.isfinite(clean)]).all():
@@ -206,7 +210,7 @@ def _sensitivity(
     return Sensitivity(error, noise(outputs, injector.clean), metric.drop(outputs, injector.clean, labels), hazard)
 
 
-def alone(
+def run_alone(
     graph: Graph,
     op: Op,
     precision: str,
@@ -222,7 +226,7 @@ def alone(
     feeds = {part.op(i).outputs[0].name: recorded[part.op(i).outputs[0].name] for i in part.inputs}
     if precision == "tf32":
         feeds = _with_rounded_factors(part, feeds)
-    return evaluate(part, feeds)[graph.output(place(graph, op)).name]
+    return evaluate(part, feeds)[graph.output(judged_output(graph, op)).name]
 
 
 def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -242,7 +246,7 @@ def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, 
     return found
 
 
-def place(graph: Graph, op: Op) -> Value:
+def judged_output(graph: Graph, op: Op) -> Value:
     """The output by which an op is judged: the first output that has a reader."""
     return next((v for v in op.values if graph.uses(v)), op.value)
 
@@ -279,5 +283,6 @@ def _relative(got: Array, clean: Array) -> float:
     return math.sqrt(difference / power) if power else (0.0 if not difference else math.inf)
 
 
-def _round(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+def rounded(value: float, digits: int) -> float | None:
+    """A number for JSON with this many significant digits; None if it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

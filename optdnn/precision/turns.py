@@ -16,6 +16,8 @@ from typing import TypeVar
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
+RACE_SECONDS = 30.0
+"""No round of a race begins after this time."""
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
 """Engine -> milliseconds, one entry per round; an engine that was given up has fewer."""
@@ -81,17 +83,16 @@ def in_turns(
     *,
     rounds: int,
     give_up_ratio: float,
-    budget_seconds: float = 30.0,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each turn in ``rounds`` rounds. The starting engine changes from round to round.
 
-    After each round, engines with a best time beyond ``give_up_ratio`` times the best of all are given up. The round in which
-    ``budget_seconds`` end is the last one.
+    After each round, engines with a best time beyond ``give_up_ratio`` times the best of all are given up. No further
+    round begins after :data:`RACE_SECONDS`.
     """
     found: dict[str, list[float]] = {name: [] for name in turns}
     active = list(turns)
-    deadline = time.perf_counter() + budget_seconds
+    deadline = time.perf_counter() + RACE_SECONDS
     for k in range(rounds):
         for name in active[k % len(active) :] + active[: k % len(active)]:
             tick(name)
@@ -108,12 +109,16 @@ def paired(rounds: Rounds) -> dict[str, float]:
     most = max((len(r) for r in rounds.values()), default=0)
     if not most:
         return {}
-    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: middle(rounds[n]))
-    scale = middle(rounds[base])
-    return {n: scale * middle([a / b for a, b in zip(r, rounds[base], strict=False)]) for n, r in rounds.items() if r}
+    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: interquartile_mean(rounds[n]))
+    scale = interquartile_mean(rounds[base])
+    return {
+        n: scale * interquartile_mean([a / b for a, b in zip(r, rounds[base], strict=False)])
+        for n, r in rounds.items()
+        if r
+    }
 
 
-def middle(values: Sequence[float]) -> float:
+def interquartile_mean(values: Sequence[float]) -> float:
     """The mean of the middle half (of all values, if fewer than four). It excludes disturbed rounds. If the values form two
     clusters, it moves with their proportions; a median does not."""
     skip = len(values) // 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from optdnn.report.html import figure, page
+from optdnn.report.html import headline, page
 from optdnn.report.words import error_text, milliseconds, times
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ def _figures(report: Mapping[str, Any]) -> list[dict[str, str]]:
     found = []
     if (race := report["race"]) is not None:
         tone = {"faster": "good", "slower": "bad"}.get(race["verdict"], "")
-        found.append(figure(times(race["speedup"]), "as fast is B as A", tone))
+        found.append(headline(times(race["speedup"]), "speedup of B over A", tone))
     if (out := report["outputs"]) is not None:
-        found.append(figure(error_text(out["max_rel_err"]), "of the largest element: how far the outputs are apart"))
+        found.append(
+            headline(
+                error_text(out["max_rel_err"]), "largest difference of the outputs, relative to the largest output"
+            )
+        )
     return found

@@ -108,14 +108,13 @@ class Explanations:
         return {"tactic": meta["tactic"], "rivals": list(_rows(self.report.get("tactics")))}
 
     def _precision(self, name: str) -> dict[str, Any]:
-        """The precision that a node runs in, where the engine keeps it: it has several, or but one."""
-        found = self.program.meta.get("precision", {})
-        runs = list(found.get("runs", ())) if self._runs is None else self._runs.get(name, [])
-        if not runs:
-            return {} if self._runs is None else {"node": "its neighbors'", "reason": "it has no computation"}
+        """The precision that a node runs in, and why; empty if the engine does not record one for each node."""
         if self._runs is None:
             return {}
-        plan = found.get("plan", {})
+        runs = self._runs.get(name, [])
+        if not runs:
+            return {"node": "its neighbors'", "reason": "it has no computation"}
+        plan = self.program.meta["precision"].get("plan", {})
         pin = pin_of(plan.get("nodes", {}), (name,))
         asked = plan["nodes"][pin] if pin is not None else plan.get("default", "")
         if runs == [asked]:

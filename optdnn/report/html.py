@@ -31,7 +31,7 @@ def page(title: str, drawing: Drawing | None, **view: Any) -> str:
     return render("report.html.j2", None if drawing is None else drawing.data, **{**EMPTY, **view, **fixed})
 
 
-def figure(value: str, text: str, tone: str = "") -> dict[str, str]:
+def headline(value: str, text: str, tone: str = "") -> dict[str, str]:
     """A figure at the head of a page; ``tone`` is "good", "bad" or none."""
     return {"value": value, "text": text, "tone": tone}
 
@@ -82,17 +82,17 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
 def _compared(report: _Report) -> list[dict[str, str]]:
     subject = report["rows"][0]
     median = words.milliseconds(subject["median_ms"]) + (" ms" if subject["median_ms"] is not None else "")
-    found = [figure(median, f"median latency of {subject['name']}")]
+    found = [headline(median, f"median latency of {subject['name']}")]
     for v in report["versus"]:
         if v["verdict"] == "unstable":
             low, high = v["range"]
-            found.append(figure("not clear", f"if faster than {v['against']}: {low:.2f} to {high:.2f}×"))
+            found.append(headline("not clear", f"if faster than {v['against']}: {low:.2f} to {high:.2f}×"))
         else:
             tone = {"faster": "good", "slower": "bad"}.get(v["verdict"], "")
-            found.append(figure(words.times(v["speedup"]), f"as fast as {v['against']}", tone))
+            found.append(headline(words.times(v["speedup"]), f"as fast as {v['against']}", tone))
     if report["error_reference"] is not None and subject["error"] is None:
         error = words.error_text(subject["max_rel_err"])
-        found.append(figure(error, "largest error, relative to the largest output"))
+        found.append(headline(error, "largest error, relative to the largest output"))
     return [*found, *_counts(report["build"])]
 
 
@@ -113,14 +113,16 @@ def build_html(report: _Report, drawing: Drawing, title: str) -> str:
     error = report.get("error") or {}
     figures = [] if bench is None else _measured(bench)
     if bench is None and drawing.timeline is not None:
-        figures = [figure(words.duration(drawing.timeline.total_us), f"a run, {drawing.source}")]
+        figures = [headline(words.duration(drawing.timeline.total_us), f"a run, {drawing.source}")]
     if (measured := [t for t in report.get("tactics") or () if t.get("median_ms")]) and bench is None:
         best = min(measured, key=lambda t: float(t["median_ms"]))
-        figures = [figure(f"{words.milliseconds(best['median_ms'])} ms", f"a run by {best['tactic']}")]
+        figures = [headline(f"{words.milliseconds(best['median_ms'])} ms", f"a run by {best['tactic']}")]
     if "max_rel_err" in error:
-        figures.append(figure(words.error_text(error["max_rel_err"]), "largest error, relative to the largest output"))
+        figures.append(
+            headline(words.error_text(error["max_rel_err"]), "largest error, relative to the largest output")
+        )
     figures += _counts(report)
-    figures.append(figure(f"{sum(report['seconds'].values()):.1f} s", "the build took"))
+    figures.append(headline(f"{sum(report['seconds'].values()):.1f} s", "the build took"))
     not_measured = error.get("not_measured")
     said = [f"The error was not measured: {not_measured}."] if not_measured else []
     return page(
@@ -163,9 +165,9 @@ def _measured(bench: _Report) -> list[dict[str, str]]:
     where = "of a call" if gpu is None else "of a run on the GPU"
     rate = bench["throughput_per_s"] if gpu is None else gpu["throughput_per_s"]
     return [
-        figure(f"{words.milliseconds(stats['median'])} ms", f"median {where}"),
-        figure(f"{words.milliseconds(stats['p99'])} ms", f"99th percentile {where}"),
-        figure(f"{rate:.1f}", f"{'calls' if gpu is None else 'runs'} per second"),
+        headline(f"{words.milliseconds(stats['median'])} ms", f"median {where}"),
+        headline(f"{words.milliseconds(stats['p99'])} ms", f"99th percentile {where}"),
+        headline(f"{rate:.1f}", f"{'calls' if gpu is None else 'runs'} per second"),
     ]
 
 
@@ -209,7 +211,7 @@ def _kinds(build: _Report) -> tuple[Mapping[str, int], Mapping[str, int]]:
 def _counts(build: _Report) -> list[dict[str, str]]:
     before, after = _kinds(build)
     counts = f"{sum(before.values())} → {sum(after.values())}"
-    return [figure(counts, "operators, model to engine")] if before or after else []
+    return [headline(counts, "operators, model to engine")] if before or after else []
 
 
 def _built(build: _Report) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Steps of kernels are operators as they are. A step of a CPU library holds its ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import EngineError
+from optdnn.runtime.cpu.layers import operator_of
 from optdnn.runtime.cuda.measuring.expected import MEASURED, PREDICTED
 from optdnn.runtime.program import Program, Step
 from optdnn.types import dtype_name
@@ -163,15 +165,14 @@ def _results(program: Program, step: Step) -> Iterable[str]:
 
 
 def _add_library_step(net: Network, program: Program, k: int, writers: dict[int, list[int]]) -> None:
-    """The operators of a library's model. The exporter writes an operator with stages as several nodes, whose names begin with
-    that of the first (``conv``, ``conv/Relu``): they are one operator here, too."""
+    """The operators of a library's model; the nodes of an operator with stages are one operator here."""
     step = program.steps[k]
     graph = _parsed(bytes(program.blobs[int(step.params["model"])])).graph
     made = {name: w for name, b in zip(step.params["inputs"], step.inputs, strict=True) for w in writers.get(b, ())[:1]}
     groups: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         if node.op_type != "Constant":
-            groups.setdefault(_first_of(node.name, groups), []).append(node)
+            groups.setdefault(operator_of(node.name, groups), []).append(node)
     for name, nodes in groups.items():
         label = JOIN.join(n.op_type for n in nodes[:STAGES]) + (" …" if len(nodes) > STAGES else "")
         own = {o for n in nodes for o in n.output}
@@ -192,18 +193,13 @@ def _parsed(data: bytes) -> onnx.ModelProto:
     return proto
 
 
-def _first_of(name: str, names: Mapping[str, Any]) -> str:
-    head = name.rpartition("/")[0]
-    return head if head in names else name
-
-
 # ---------------------------------------------------------------- facts of the operators
 
 
 def add_times(net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = ()) -> None:
     """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count."""
     by_step = {s["step"]: s for s in steps}
-    alone = _alone(net)
+    alone = _steps_of_one_operator(net)
     for _, node in net.operators():
         row = by_step.get(node.step)
         if row is None or node.step not in alone:
@@ -214,22 +210,20 @@ def add_times(net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence
         node.tactic = node.tactic or str(row.get("tactic") or "")
     of_step = {(n.step, name): n for _, n in net.operators() if n.step not in alone for name in (n.name, *n.src)}
     for layer in layers:
-        found = of_step.get((layer["step"], layer["name"])) or _holding(of_step, layer)
+        found = of_step.get((layer["step"], layer["name"])) or _first_operator_of(of_step, layer)
         if found is not None:
             found.us = (found.us or 0.0) + 1e3 * layer["median_ms"]
             found.share = (found.share or 0.0) + layer["share"]
             found.tactic, found.source = layer["kind"], RUN
 
 
-def _alone(net: Network) -> set[int | None]:
+def _steps_of_one_operator(net: Network) -> set[int | None]:
     """The steps that are one operator."""
-    counts: dict[int | None, int] = {}
-    for _, node in net.operators():
-        counts[node.step] = counts.get(node.step, 0) + 1
+    counts = Counter(node.step for _, node in net.operators())
     return {step for step, n in counts.items() if n == 1}
 
 
-def _holding(of_step: Mapping[tuple[int | None, str], Node], layer: Mapping[str, Any]) -> Node | None:
+def _first_operator_of(of_step: Mapping[tuple[int | None, str], Node], layer: Mapping[str, Any]) -> Node | None:
     """The operator of the first node of a layer that a library made of several."""
     names = str(layer["name"]).split(JOIN)
     return next((n for name in names if (n := of_step.get((layer["step"], name))) is not None), None)

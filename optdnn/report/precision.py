@@ -57,7 +57,7 @@ def remark(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
     said = ["chosen"] if c["name"] == auto["chosen"] else []
     said += ["on the front"] if c["front"] else []
     said += ["tuned"] if c.get("tuned") else []
-    bound, seen, worst = auto["metric"]["bound"], _lost(c), _worst(c)
+    bound, seen, worst = auto["metric"]["bound"], _largest_drop(c), _worst(c)
     if seen is None or worst is None or worst > bound:
         said += ["beyond the bound" if seen is None or seen > bound else "expected to be beyond the bound"]
     return ", ".join(said)
@@ -72,14 +72,14 @@ def _expects(auto: Mapping[str, Any]) -> bool:
     return any(c.get("expected") is not None for c in auto["candidates"])
 
 
-def _lost(c: Mapping[str, Any]) -> float | None:
+def _largest_drop(c: Mapping[str, Any]) -> float | None:
     """The larger of a plan's drops, as far as they are known; None where its result is not finite."""
     return None if c["drop"] is None else float(max(c["drop"], c["drop"] if c["verified"] is None else c["verified"]))
 
 
 def _worst(c: Mapping[str, Any]) -> float | None:
     """The drop that the bound is for: the larger of a plan's drops, or the expected one; None where its result is not finite."""
-    lost, expected = _lost(c), c.get("expected")
+    lost, expected = _largest_drop(c), c.get("expected")
     return lost if lost is None or expected is None else max(lost, float(expected))
 
 
@@ -148,7 +148,7 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
 
 def _counted(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
     """ "0 points of top-1 accuracy lost of 1344 samples, 0.14 expected from margins" """
-    samples, lost = auto["samples"], _lost(c)
+    samples, lost = auto["samples"], _largest_drop(c)
     n = samples["calibration"] + (samples["verification"] if c["verified"] is not None else 0)
     most = "" if c["verified"] in (None, c["drop"]) else "at most "
     return f"{most}{lost:.3g} {auto['metric']['unit']} lost of {n} samples, {c['expected']:.3g} expected from margins"
@@ -161,7 +161,7 @@ def declined(auto: Mapping[str, Any]) -> list[str]:
     for c in auto["candidates"]:
         if not c["single"] or c["name"] == auto["chosen"] or c.get("error"):
             continue
-        seen, worst = _lost(c), _worst(c)
+        seen, worst = _largest_drop(c), _worst(c)
         if seen is None or worst is None or worst > metric["bound"]:
             if seen is None:
                 lost = "its result is not finite"
@@ -180,17 +180,17 @@ def _culprits(name: str, auto: Mapping[str, Any]) -> str:
     noise = [(n["sensitivity"][p]["noise"], n) for n in auto["nodes"] if p in n.get("sensitivity", {})]
     if any(v is None for v, _ in noise):
         worst = [(1.0, n) for v, n in noise if v is None]
-        return "; not finite there: " + ", ".join(_called(n) for _, n in worst[:CULPRITS])
+        return "; not finite there: " + ", ".join(_onnx_name(n) for _, n in worst[:CULPRITS])
     total = sum(v for v, _ in noise)
     if not total:
         return ""
     most = sorted(noise, key=lambda item: -item[0])[:CULPRITS]
     return f"; most of {p}'s noise at the outputs is from " + ", ".join(
-        f"{_called(n)} ({100 * v / total:.0f} %)" for v, n in most
+        f"{_onnx_name(n)} ({100 * v / total:.0f} %)" for v, n in most
     )
 
 
-def _called(node: Mapping[str, Any]) -> str:
+def _onnx_name(node: Mapping[str, Any]) -> str:
     """One ONNX name for an operator of several: that of its kind, where there is one."""
     names = node["nodes"] or [node["key"]]
     return str(next((n for n in names if node["kind"] in n), names[0]))

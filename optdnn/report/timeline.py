@@ -9,6 +9,9 @@ from optdnn.report.network import Network
 from optdnn.report.words import bytes_text
 from optdnn.runtime.program import Program
 
+MOST_KINDS = 12
+"""Rows of the table of times by kind of operator."""
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -68,7 +71,7 @@ def _hint(net: Network, k: int) -> str:
     return f"{node.label}: {node.us:.4g} µs, {node.name}"
 
 
-def time_by_kind(net: Network, most: int = 12) -> list[tuple[str, int, float, float]]:
+def time_by_kind(net: Network) -> list[tuple[str, int, float, float]]:
     """Kind of operator, how many there are, their microseconds and their part of the longest; the others as one."""
     sums: dict[str, tuple[int, float]] = {}
     for _, node in net.operators():
@@ -76,9 +79,9 @@ def time_by_kind(net: Network, most: int = 12) -> list[tuple[str, int, float, fl
             n, us = sums.get(node.label, (0, 0.0))
             sums[node.label] = (n + 1, us + node.us)
     rows = sorted(((label, n, us) for label, (n, us) in sums.items()), key=lambda r: -r[2])
-    if len(rows) > most:
-        rest = rows[most - 1 :]
-        rows = [*rows[: most - 1], (f"{len(rest)} other kinds", sum(r[1] for r in rest), sum(r[2] for r in rest))]
+    if len(rows) > MOST_KINDS:
+        rest = rows[MOST_KINDS - 1 :]
+        rows = [*rows[: MOST_KINDS - 1], (f"{len(rest)} other kinds", sum(r[1] for r in rest), sum(r[2] for r in rest))]
     longest = max((us for _, _, us in rows), default=0.0) or 1.0
     return [(label, n, us, 100 * us / longest) for label, n, us in rows]
 

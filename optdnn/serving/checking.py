@@ -15,8 +15,8 @@ from optdnn.serving.refusals import NotFound, Refusal
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.repository import Model
 from optdnn.serving.service import GivenTensor, WantedOutput
-from optdnn.serving.tensors import DeviceSlice, InferRequest, RegionSlice, Tensor
-from optdnn.types import BOOL, RANK_LIMIT, Array, TensorSpec
+from optdnn.serving.tensors import DeviceSlice, InferRequest, RegionSlice, Tensor, check_bools, check_shape
+from optdnn.types import BOOL, TensorSpec
 
 SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 LONGEST_TIMEOUT_S = 86_400.0
@@ -63,10 +63,8 @@ def _whole(parameters: Mapping[str, Any], name: str) -> int:
 def _tensor(spec: TensorSpec, given: GivenTensor) -> Tensor:
     if given.datatype != datatype(spec.dtype):
         raise Refusal(f"input {spec.name!r} is {given.datatype!r:.40}; the model takes {datatype(spec.dtype)}")
-    shape = given.shape
-    if len(shape) > RANK_LIMIT or not all(type(d) is int and 0 <= d < 1 << 63 for d in shape):
-        raise Refusal(f"the shape of input {spec.name!r} is not valid")
-    dims = tuple(shape)
+    check_shape(spec.name, given.shape)
+    dims = tuple(given.shape)
     assert not isinstance(given.data, NamedPart)
     size = given.data.nbytes
     want = math.prod(dims) * spec.dtype.itemsize
@@ -76,10 +74,5 @@ def _tensor(spec: TensorSpec, given: GivenTensor) -> Tensor:
         raise Refusal(f"input {spec.name!r} is BOOL, which is not read from CUDA shared memory")
     if isinstance(given.data, RegionSlice | DeviceSlice):
         return Tensor(spec.dtype, dims, given.data)
-    return Tensor(spec.dtype, dims, _from_bytes(spec, given.data, dims))
-
-
-def _from_bytes(spec: TensorSpec, data: memoryview, shape: tuple[int, ...]) -> Array:
-    if spec.dtype == BOOL and data.nbytes and int(np.frombuffer(data, np.uint8).max()) > 1:
-        raise Refusal(f"input {spec.name!r} holds bytes that are not 0 or 1")
-    return np.frombuffer(data, spec.dtype).reshape(shape)
+    check_bools(spec.name, spec.dtype, np.frombuffer(given.data, np.uint8))
+    return Tensor(spec.dtype, dims, np.frombuffer(given.data, spec.dtype).reshape(dims))

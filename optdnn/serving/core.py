@@ -14,12 +14,12 @@ from optdnn.serving.checking import check_outputs, checked_request
 from optdnn.serving.datatypes import datatype
 from optdnn.serving.metrics import Metrics
 from optdnn.serving.refusals import Refusal
-from optdnn.serving.regions import NamedPart, Regions, bytes_of, write
+from optdnn.serving.regions import NamedPart, Regions, write
 from optdnn.serving.repository import Repository
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
 from optdnn.serving.settings import ServeSettings
 from optdnn.serving.tensors import DeviceSlice, RegionSlice
-from optdnn.types import TensorSpec
+from optdnn.types import TensorSpec, raw_bytes
 
 
 class Core(Service):
@@ -115,7 +115,7 @@ def _given(name: str, outputs: Outputs, target: RegionSlice | DeviceSlice | None
     """An output of an answer, written into its region where it has one. The worker has written those of GPUs."""
     a = outputs[name]
     if isinstance(target, RegionSlice):
-        write(target, bytes_of(a))
+        write(target, raw_bytes(a))
     return OutputTensor(name, a.dtype, a.shape, a if target is None else None)
 
 

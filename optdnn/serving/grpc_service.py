@@ -147,7 +147,8 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
                 raise
 
     async def _infer(self, request: Any, raw: Sequence[memoryview], remaining: float | None) -> Any:
-        inputs, outputs = given_inputs(request, raw), [wanted_output(o) for o in request.outputs]
+        inputs = given_inputs(request, raw)
+        outputs = [WantedOutput.of(o.name, parameters_of(o)) for o in request.outputs]
         parameters = parameters_of(request)
         call = InferCall(request.model_name, request.model_version, inputs, outputs, parameters, remaining)
         return grpc_answer(request, await self._service.infer(call))
@@ -205,14 +206,6 @@ def given_inputs(request: Any, raw: Sequence[memoryview]) -> list[GivenTensor]:
     if next(contents, None) is not None:
         raise Refusal("there are more raw_input_contents than inputs")
     return found
-
-
-def wanted_output(output: Any) -> WantedOutput:
-    """An output that a request asks for. Raises Refusal."""
-    parameters = parameters_of(output)
-    if parameters.get("classification"):
-        raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
-    return WantedOutput(output.name, NamedPart.of(parameters))
 
 
 def grpc_answer(request: Any, outputs: Sequence[OutputTensor]) -> Any:

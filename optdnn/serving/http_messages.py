@@ -14,7 +14,8 @@ from optdnn.serving.lists import bytes_of_list
 from optdnn.serving.refusals import Refusal, TooLarge
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, WantedOutput
-from optdnn.types import RANK_LIMIT, Array
+from optdnn.serving.tensors import check_shape
+from optdnn.types import Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -49,8 +50,7 @@ class HttpRequest:
         name, kind, shape = row.get("name"), row.get("datatype"), row.get("shape")
         if not isinstance(name, str) or not isinstance(kind, str) or not isinstance(shape, list):
             raise Refusal("an input needs a name, a datatype and a shape")
-        if len(shape) > RANK_LIMIT or not all(type(d) is int for d in shape):
-            raise Refusal(f"the shape of input {name!r} is not valid")
+        check_shape(name, shape)
         parameters = _parameters(row.get("parameters", {}), "the parameters of an input")
         region, size, data = NamedPart.of(parameters), parameters.get("binary_data_size"), row.get("data")
         if (region is not None) + (size is not None) + (data is not None) != 1:
@@ -70,10 +70,7 @@ class HttpRequest:
         name = row.get("name")
         if not isinstance(name, str):
             raise Refusal("an output needs a name")
-        parameters = _parameters(row.get("parameters", {}), "the parameters of an output")
-        if parameters.get("classification"):
-            raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
-        return WantedOutput(name, NamedPart.of(parameters))
+        return WantedOutput.of(name, _parameters(row.get("parameters", {}), "the parameters of an output"))
 
 
 def http_answer(name: str, request: HttpRequest, outputs: Sequence[OutputTensor]) -> tuple[list[bytes], dict[str, str]]:

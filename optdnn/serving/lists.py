@@ -10,18 +10,16 @@ import numpy as np
 
 from optdnn.serving.datatypes import DTYPE_OF
 from optdnn.serving.refusals import Refusal
-from optdnn.types import BOOL, RANK_LIMIT, Array, DType
+from optdnn.types import BOOL, RANK_LIMIT, Array, DType, raw_bytes
 
 
-def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -> memoryview:
+def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[int]) -> memoryview:
     """The bytes of input ``name`` from a list of numbers, nested as ``shape`` says or flat.
 
     Raises Refusal for other lists, and for numbers that do not fit the datatype ``kind``."""
     dtype = DTYPE_OF.get(kind)
     if dtype is None:
         raise Refusal(f"input {name!r} is {kind!r:.40}, which is not a datatype of numbers")
-    if not all(type(d) is int for d in shape):
-        raise Refusal(f"the shape of input {name!r} is not valid")
     try:
         found = np.array(_numbers(data)) if data else np.zeros(0, dtype)
     except (ValueError, OverflowError, TypeError) as error:
@@ -30,7 +28,7 @@ def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -
         raise Refusal(f"the data of input {name!r} has shape {list(found.shape)}, not {list(shape)}")
     if not _holds(dtype, found):
         raise Refusal(f"the data of input {name!r} does not fit {kind}")
-    return memoryview(np.ascontiguousarray(found.astype(dtype)).reshape(-1).view(np.uint8).data)
+    return raw_bytes(found.astype(dtype))
 
 
 def _numbers(data: list[Any], depth: int = 1) -> list[Any]:

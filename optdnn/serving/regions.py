@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from optdnn.serving.refusals import NotFound, Refusal
 from optdnn.serving.tensors import SHARED, DeviceSlice, RegionSlice, open_shared
-from optdnn.types import Array
 
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.-]{0,200})")
 MOST = 4096
@@ -79,8 +76,8 @@ class Regions:
         match = _KEY.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             raise Refusal("the key of a region must be a name of system shared memory, such as /tensors")
-        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 1:
-            raise Refusal("the offset and byte_size of a region must be whole numbers")
+        if not (_whole(offset, 0) and _whole(nbytes, 1)):
+            raise Refusal("the offset and byte_size of a region must be whole numbers, the byte_size at least 1")
         self._check_free(name)
         try:
             status = os.lstat(os.path.join(SHARED, match[1]))
@@ -103,8 +100,8 @@ class Regions:
             raise Refusal(
                 f"the raw_handle of a region must be the {HANDLE_BYTES} bytes of cudaIpcGetMemHandle as base64"
             )
-        if type(device) is not int or type(nbytes) is not int or device < 0 or nbytes < 1:
-            raise Refusal("the device_id and byte_size of a region must be whole numbers")
+        if not (_whole(device, 0) and _whole(nbytes, 1)):
+            raise Refusal("the device_id and byte_size of a region must be whole numbers, the byte_size at least 1")
         self._check_free(name)
         self._found[name] = DeviceRegion(base64.b64encode(found).decode(), device, nbytes)
 
@@ -153,7 +150,7 @@ class Regions:
         region = self._found.get(name) if isinstance(name, str) else None
         if region is None:
             raise Refusal(f"the region {name!r:.60} is not registered")
-        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+        if not (_whole(offset, 0) and _whole(nbytes, 0)):
             raise Refusal("shared_memory_offset and shared_memory_byte_size must be whole numbers")
         if offset + nbytes > region.nbytes:
             raise Refusal(f"the region {name!r} has {region.nbytes} bytes, not {offset + nbytes}")
@@ -164,6 +161,11 @@ class Regions:
     def _check_enabled(self) -> None:
         if not self.enabled:
             raise Refusal("this server takes no shared memory", hint="optdnn serve --shared-memory")
+
+
+def _whole(value: Any, least: int) -> bool:
+    """Whether a client's value is an integer from ``least`` on."""
+    return type(value) is int and value >= least
 
 
 def write(target: RegionSlice, data: memoryview) -> None:
@@ -180,8 +182,3 @@ def write(target: RegionSlice, data: memoryview) -> None:
         raise Refusal(f"the shared memory {target.key!r} cannot be written: {error.strerror}") from error
     finally:
         os.close(file)
-
-
-def bytes_of(a: Array) -> memoryview:
-    """The bytes of an array in row-major order."""
-    return memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)

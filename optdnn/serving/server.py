@@ -52,9 +52,8 @@ async def _serve(settings: ServeSettings, listening: Listening) -> None:
         core.repository.closing = True
         began = loop.time()
         await ends.stop()
-        left = max(
-            0.0, settings.drain_seconds - (loop.time() - began)
-        )  # runs whose clients were sent away share the time
+        # Runs whose clients were sent away share the time.
+        left = max(0.0, settings.drain_seconds - (loop.time() - began))
     finally:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(loading, return_exceptions=True)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from optdnn.serving.refusals import Refusal
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.tensors import DeviceSlice, RegionSlice
 from optdnn.types import Array, DType
@@ -25,7 +26,7 @@ class GivenTensor:
 
     name: str
     datatype: str
-    shape: Sequence[Any]
+    shape: Sequence[int]
     data: memoryview | RegionSlice | DeviceSlice | NamedPart
 
 
@@ -35,6 +36,13 @@ class WantedOutput:
 
     name: str
     region: NamedPart | None = None
+
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, Any]) -> WantedOutput:
+        """The output with its parameters of a request. Raises Refusal for those that no engine can follow."""
+        if parameters.get("classification"):
+            raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
+        return cls(name, NamedPart.of(parameters))
 
 
 @dataclass(frozen=True)

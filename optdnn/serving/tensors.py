@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.serving.refusals import Refusal
-from optdnn.types import BOOL, Array, DType
+from optdnn.types import BOOL, RANK_LIMIT, Array, DType
 
 SHARED = "/dev/shm"
 """Where Linux keeps system shared memory."""
@@ -132,6 +132,20 @@ class Job:
     targets: list[DeviceTarget] = field(default_factory=list)
 
 
+def check_shape(name: str, shape: Sequence[Any]) -> None:
+    """Raise Refusal unless ``shape`` is a shape that input ``name`` may have."""
+    if len(shape) > RANK_LIMIT or not all(type(d) is int and 0 <= d < 1 << 63 for d in shape):
+        raise Refusal(
+            f"the shape of input {name!r} is not valid", hint=f"a shape is at most {RANK_LIMIT} whole numbers from 0 on"
+        )
+
+
+def check_bools(name: str, dtype: DType, data: Array) -> None:
+    """Raise Refusal where the bytes ``data`` of input ``name`` are of bools, and some are not 0 or 1."""
+    if dtype == BOOL and data.max(initial=0) > 1:
+        raise Refusal(f"input {name!r} holds bytes that are not 0 or 1")
+
+
 def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Content]]) -> None:
     """Copy ``parts`` into the arrays of a batch. Those on a GPU are not copied.
 
@@ -146,8 +160,7 @@ def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Content]])
             first = row * (target[:1].nbytes if target.ndim else 0)
             read = flat[first : first + content.nbytes]
             content.read_into(read)
-            if target.dtype == BOOL and read.max(initial=0) > 1:
-                raise Refusal(f"input {name!r} holds bytes that are not 0 or 1")
+            check_bools(name, target.dtype, read)
         elif target.ndim:
             np.copyto(target[row : row + len(content)], content)
         else:

@@ -24,7 +24,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.target_name import TargetName
-from optdnn.tuning.again import DECIDED, Again
+from optdnn.tuning.earlier_choices import DECIDED, EarlierChoices
 from optdnn.tuning.result import Tuned
 
 KEY = "first_run"
@@ -129,9 +129,9 @@ def finish(
     crashes or writes outside of its memory is replaced by the next one. Raises GpuFault if there is none, and the errors of
     :func:`~optdnn.lowering.cuda.lower_cuda`.
     """
-    again = None if like is None else Again(like)
-    choices = again.choices if again is not None else {} if tuned is None else dict(tuned.choices)
-    streams = again.lanes if again is not None else None if tuned is None else tuned.streams
+    earlier = None if like is None else EarlierChoices(like)
+    choices = earlier.choices if earlier is not None else {} if tuned is None else dict(tuned.choices)
+    streams = earlier.lanes if earlier is not None else None if tuned is None else tuned.streams
     prepared = Prepared(choices, streams, None if tuned is None else tuned.emitted)
     if like is not None:
         prepared = replace(prepared, cubins=cubins_of([like]))
@@ -140,8 +140,8 @@ def finish(
     lost: list[dict[str, Plain]] = []
 
     def visit(b: Builder, op: Op, key: str) -> None:
-        if again is not None:
-            again(b, op, key)
+        if earlier is not None:
+            earlier(b, op, key)
         if key in refused:
             replacement = _next_candidate(b, op, options, refused[key])
             if replacement is None:
@@ -152,8 +152,8 @@ def finish(
         program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
         if choices or streams is not None:
             program.meta[DECIDED] = {"lanes": None if streams is None else streams.to_plain()}
-        if like is not None and again is not None:
-            again.accounted(program)
+        if like is not None and earlier is not None:
+            earlier.keep_record(program)
             return _in_form_of(program, like), None
         if collectives(program):
             return program, Tried(skipped="it runs on several GPUs together")

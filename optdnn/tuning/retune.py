@@ -19,16 +19,15 @@ from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.cuda.kernel_text.allowed import without_code
 from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.cuda.trials.process import GpuProcess, NetworkLost, gpu_process
-from optdnn.runtime.engine import Engine, report_path
+from optdnn.runtime.engine import Engine, saved_report
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.file.format import read
-from optdnn.runtime.file.json_file import read_json
 from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
-from optdnn.tuning.again import DECIDED
 from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.earlier_choices import DECIDED
 from optdnn.tuning.first_run import KEY as FIRST_RUN
 from optdnn.tuning.first_run import Tried, finish
 from optdnn.tuning.result import Timer, Tuned
@@ -130,7 +129,10 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
     tactics_then = str(built.get("tactics", "auto"))
     chosen = tactics or ",".join(t for t in tactics_then.split(",") if t != "heuristic") or "auto"
     if "heuristic" in chosen.split(","):
-        raise UsageError("retune measures tactics: there is nothing to do for tactics 'heuristic'")
+        raise UsageError(
+            "tuning measures tactics: with tactics 'heuristic' there is nothing to measure",
+            hint="leave 'heuristic' out",
+        )
     return BuildOptions(
         target=program.target, tactics=chosen, budget=budget,
         workspace=built.get("workspace"), row_invariant=bool(built.get("row_invariant", False)),
@@ -186,12 +188,8 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
 def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.PathLike[str]) -> None:
     """Save the engine, and its report with the new measurements."""
     engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
-    try:
-        report = read_json(Path(report_path(path)))
-    except (OSError, ValueError):
-        report = {}
+    known = saved_report(path)
     meta = {k: v for k, v in program.meta.items() if k != KEY}
-    known = report if isinstance(report, dict) else {}
     ran = {} if tried is None else {"first_runs": [tried.to_plain()]}
     engine.make_report = lambda e: {**known, **meta, "tuning": tuned.to_plain(), **ran}
     engine.save(path)

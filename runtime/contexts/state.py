@@ -48,8 +48,10 @@ class Binding:
                 raise InputError(f"state {name!r} -> {target!r}: the output is {source}, the input {into}")
             if name in self.outputs:
                 raise InputError(f"output {name!r} is state: its buffers are the binding's own, none can be given")
-        if len(set(self.state.values())) != len(self.state):
-            raise InputError("two states go into one input")
+        taken: dict[str, str] = {}
+        for name, target in self.state.items():
+            if (other := taken.setdefault(target, name)) != name:
+                raise InputError(f"outputs {other!r} and {name!r} are both state of input {target!r}")
         return dict(self.state)
 
 

@@ -107,7 +107,7 @@ def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:
     names = {name for name, _, _ in counted}
     rows = []
     for name, kind, times in counted:
-        own = _first_of(name, names)
+        own = operator_of(name, names)
         if kind.startswith("Reorder"):
             own = LAYOUT
         elif own == kind:
@@ -122,8 +122,8 @@ def _written(name: str) -> str:
     return name.partition("/MatMulScaleFusion")[0].removesuffix("_nchwc")
 
 
-def _first_of(name: str, names: Collection[str]) -> str:
-    """The operator that a node belongs to: an operator with a bias or an activation is written as several nodes, and the names of
-    the others are the first one's with a suffix."""
+def operator_of(name: str, names: Collection[str]) -> str:
+    """The operator of ``names`` that a node belongs to, or ``name`` itself. Exported, an operator with a bias or an activation is
+    several nodes (``conv``, ``conv/Relu``): the names of the others are the first one's with a suffix."""
     head, slash, _ = name.rpartition("/")
     return head if slash and head in names else name

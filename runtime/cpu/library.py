@@ -85,7 +85,8 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
         raise EngineError(f"a {step.executor} step of the engine is malformed: {error}") from None
     if len(inputs) != len(step.inputs) or len(outputs) != len(step.outputs):
         raise EngineError(
-            f"a {step.executor} step of the engine names {len(inputs)} inputs for {len(step.inputs)} buffers"
+            f"a {step.executor} step of the engine has {len(step.inputs)} buffers for inputs and {len(step.outputs)} for outputs, "
+            f"and names {len(inputs)} and {len(outputs)}"
         )
     if program.foreign:
         if options.examine is None:

@@ -39,8 +39,9 @@ import mmap as mapping
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -54,7 +55,7 @@ from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.mapped import MappedFile
 from optdnn.runtime.program import Program, programs_of
-from optdnn.types import Array, dtype_name
+from optdnn.types import Array, dtype_name, raw_bytes
 
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 7)
@@ -136,7 +137,7 @@ def _bytes_of(array: Array) -> memoryview:
         dtype_name(array.dtype)
     except ShapeError as e:
         raise InternalError(f"a blob has {e.message}") from e
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return raw_bytes(array)
 
 
 def digests(blobs: Sequence[memoryview]) -> list[str]:
@@ -159,6 +160,17 @@ def is_engine(path: str | os.PathLike[str]) -> bool:
         return f.read(len(MAGIC)) == MAGIC
 
 
+@contextmanager
+def reading_engine(shown: str) -> Iterator[None]:
+    """Raise UsageError if the block does not find its engine file, and EngineError if it cannot read it."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise UsageError(f"there is no engine file {shown}") from e
+    except (OSError, ValueError, MemoryError) as e:
+        raise EngineError(f"{shown} cannot be read: {e}") from e
+
+
 def read(
     path: str | os.PathLike[str],
     *,
@@ -179,17 +191,12 @@ def read(
     Raises UsageError if the file does not exist, EngineError for anything that :func:`write` would not have written exactly so.
     """
     shown, mapped, wanted = os.fspath(path), None, signers(signed_by)
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            if mmap and not wanted and os.fstat(f.fileno()).st_size:
-                mapped = MappedFile(f.fileno(), shown)
-                data = memoryview(mapping.mmap(f.fileno(), 0, access=mapping.ACCESS_READ))
-            else:
-                data = memoryview(f.read())
-    except FileNotFoundError as e:
-        raise UsageError(f"there is no engine file {shown}") from e
-    except (OSError, ValueError, MemoryError) as e:
-        raise EngineError(f"{shown} cannot be read: {e}") from e
+    with reading_engine(shown), open(path, "rb", opener=open_regular) as f:
+        if mmap and not wanted and os.fstat(f.fileno()).st_size:
+            mapped = MappedFile(f.fileno(), shown)
+            data = memoryview(mapping.mmap(f.fileno(), 0, access=mapping.ACCESS_READ))
+        else:
+            data = memoryview(f.read())
     if wanted:
         check_signatures(shown, data, wanted)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.regular_file import open_regular
 from optdnn.runtime.file.atomic import check_writable, write_atomic
-from optdnn.runtime.file.format import decode
+from optdnn.runtime.file.format import decode, reading_engine
 from optdnn.runtime.file.signatures import NEW_KEY, Contents, check_curve, package, read_pem, signature_path
 from optdnn.temporary import temporary_folder
 
@@ -42,13 +42,8 @@ def sign(
         raise UsageError("a certificate goes with its key, without a password; a chain goes with a certificate")
     config = package("model_signing.signing").Config()
     check_writable(signature_path(path))
-    try:
-        with open(path, "rb", opener=open_regular) as f:
-            data = memoryview(f.read())
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no engine file {path}") from error
-    except (OSError, ValueError, MemoryError) as error:
-        raise EngineError(f"{path} cannot be read: {error}") from error
+    with reading_engine(path), open(path, "rb", opener=open_regular) as f:
+        data = memoryview(f.read())
     try:
         decode(data)
     except EngineError as error:

@@ -43,7 +43,7 @@ class Contents:
     def _one(self, file: File, at: int, most: int) -> int:
         """Read a file to offset ``at``. Returns its length."""
         if isinstance(file, bytes):
-            self._room(at + len(file))
+            self._make_room(at + len(file))
             self.view[at : at + len(file)] = file
             return len(file)
         try:
@@ -53,7 +53,7 @@ class Contents:
         try:
             end = at + most + 1
             if end > len(self.view):
-                self._room(end)
+                self._make_room(end)
             length = os.readv(opened, (self.view[at:end],))  # asking for its size first would double the time
             return length if length <= most else 0
         except OSError:
@@ -61,7 +61,7 @@ class Contents:
         finally:
             os.close(opened)
 
-    def _room(self, end: int) -> None:
+    def _make_room(self, end: int) -> None:
         if end > len(self.view):
             larger = np.empty(2 * end, np.uint8)
             larger[: len(self.view)] = self.memory

@@ -68,15 +68,11 @@ class Dispatching(BaseContext):
         self._arena = arena
         self.takes_device_arrays = arena is not None
         self._contexts: OrderedDict[Hashable, BaseContext] = OrderedDict()
+        """By plan (its shapes), the last used last."""
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
         """The context of a plan, and the inputs that it takes."""
         raise NotImplementedError
-
-    @property
-    def kept(self) -> tuple[Hashable, ...]:
-        """The plans whose contexts it keeps (their shapes), the last used last."""
-        return tuple(self._contexts)
 
     def _context_of(self, key: Hashable, plan: Callable[[], Runner]) -> BaseContext:
         """The context of the plan of this name, created if it is not kept."""

@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,11 +61,7 @@ class Board:
 
     @classmethod
     def create(cls, world: int) -> Board:
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("optdnn-ranks")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
+        descriptor = os.memfd_create("optdnn-ranks")
         os.ftruncate(descriptor, _header(world))
         return cls(descriptor, world)
 
@@ -81,7 +76,7 @@ class Board:
         """New space for arrays that all ranks read (``shared``) and for each rank's ``own``. Returns each rank's fields."""
         at = self._end
 
-        def room(types: Types) -> Fields:
+        def fields_of(types: Types) -> Fields:
             nonlocal at
             made: Fields = {}
             for name, (dtype, shape) in types.items():
@@ -89,8 +84,8 @@ class Board:
                 at += -(-math.prod(shape) * dtype.itemsize // 128) * 128
             return made
 
-        common = room(shared)
-        found = [common | room(types) for types in own]
+        common = fields_of(shared)
+        found = [common | fields_of(types) for types in own]
         self._end = _pages(at)
         os.ftruncate(self.descriptor, self._end)
         return found

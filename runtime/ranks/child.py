@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import InternalError, RankError
+from optdnn.errors import RankError
 from optdnn.runtime.ranks.board import Board
 from optdnn.runtime.ranks.group import join
 from optdnn.runtime.ranks.member import Member, program_of
@@ -56,21 +56,10 @@ class _Follower:
 
 
 class _Child:
-    def __init__(self) -> None:
-        self._member: Member | None = None
-        self._follower: _Follower | None = None
+    """What the other process may ask for; ``join`` comes first."""
 
-    @property
-    def member(self) -> Member:
-        if self._member is None:
-            raise InternalError("a rank that has not joined was given work")
-        return self._member
-
-    @property
-    def follower(self) -> _Follower:
-        if self._follower is None:
-            raise InternalError("a rank that has not joined was given work")
-        return self._follower
+    member: Member
+    follower: _Follower
 
     def do_join(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         from optdnn.runtime.file.format import read
@@ -80,9 +69,9 @@ class _Child:
             program = read(message["engine"], verify=False, mmap=message["mmap"])
             own = program_of(program, message["rank"])
             own.foreign = False  # rank 0 has checked it
-            self._member = Member(own, group, message["rank"], LoadOptions(**message["options"]))
+            self.member = Member(own, group, message["rank"], LoadOptions(**message["options"]))
             board = Board(message["board"], message["world"])
-            self._follower = _Follower(self._member, board, socket.socket(fileno=message["bell"]))
+            self.follower = _Follower(self.member, board, socket.socket(fileno=message["bell"]))
         except BaseException as error:
             group.fail(f"rank {group.rank} could not start: {getattr(error, 'message', error)}")
             raise

@@ -38,13 +38,8 @@ def of_one_rank(program: Program) -> Ranks | None:
     return Ranks(others, (-1,) * len(program.inputs), (-1,) * len(program.outputs))
 
 
-def open_ranks(program: Program, ranks: Ranks, options: LoadOptions) -> RanksRunner:
-    """Prepare an engine of several ranks; a GPU is used only when the first context is created."""
-    return RanksRunner(program, ranks, options)
-
-
 class RanksRunner(Runner):
-    """An engine of several ranks, shared by threads: one run at a time."""
+    """An engine of several ranks, shared by threads: one run at a time. A GPU is used only when the first context is created."""
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions):
         self.program, self.ranks, self._options = program, ranks, options

@@ -42,7 +42,7 @@ class ThreadTeam:
         self._threads = Threads(ranks.world)
         self.runners = [open_plan(program_of(program, r), options) for r in range(ranks.world)]
         self._contexts: list[list[BaseContext]] = []
-        self._bound: dict[int, list[tuple[Any, Mapping[str, str]]]] = {}
+        self._bound: dict[int, list[Any]] = {}
 
     def context(self) -> int:
         self._contexts.append([runner.context() for runner in self.runners])
@@ -53,7 +53,7 @@ class ThreadTeam:
 
     def bind(self, context: int, parts: Parts, state: Mapping[str, str]) -> None:
         pairs = zip(self._contexts[context], parts, strict=True)
-        self._bound[context] = [(c.bind({n: a.copy() for n, a in p.items()}, state=state), state) for c, p in pairs]
+        self._bound[context] = [c.bind({n: a.copy() for n, a in p.items()}, state=state) for c, p in pairs]
 
     def step(self, context: int, parts: Parts) -> list[dict[str, Array]]:
         def work(bound: Any, given: Mapping[str, Array]) -> dict[str, Array]:
@@ -63,13 +63,13 @@ class ThreadTeam:
             return results
 
         pairs = zip(self._bound[context], parts, strict=True)
-        return together([partial(work, bound, p) for (bound, _), p in pairs], self._threads)
+        return together([partial(work, bound, p) for bound, p in pairs], self._threads)
 
     def state(self, context: int) -> list[dict[str, Array]]:
-        return [bound.state for bound, _ in self._bound[context]]
+        return [bound.state for bound in self._bound[context]]
 
     def reset(self, context: int, parts: Parts) -> None:
-        for (bound, _), values in zip(self._bound[context], parts, strict=True):
+        for bound, values in zip(self._bound[context], parts, strict=True):
             bound.reset(dict(values) or None)
 
     def times(self, context: int, repeats: int, bound: bool) -> list[float]:

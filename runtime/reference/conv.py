@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from optdnn.errors import InternalError
 from optdnn.runtime.reference.base import Kernel
-from optdnn.runtime.reference.window import resolve_pads, static_sizes
+from optdnn.runtime.reference.window import static_window
 from optdnn.types import Array
 
 Index: TypeAlias = tuple[Any, ...]
@@ -63,10 +62,7 @@ def conv(
 ) -> tuple[Array, ...]:
     """Conv (ONNX opset 22): x (N, C, *spatial), w (M, C / group, *kernel), bias (M); result (N, M, *out)."""
     kernel, spatial = w.shape[2:], x.shape[2:]
-    explicit = resolve_pads(auto_pad, pads, spatial, kernel, strides, dilations)
-    if explicit is None:
-        raise InternalError("a kernel met a symbolic size")
-    out = static_sizes(explicit, spatial, kernel, strides, dilations)
+    explicit, out = static_window(auto_pad, pads, spatial, kernel, strides, dilations)
     x = pad_spatial(x, explicit)
     n, m, per_group = x.shape[0], w.shape[0], w.shape[1]
     y = np.empty((n, m, *out), np.result_type(x, w))

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import InternalError, RunError
+from optdnn.errors import RunError
 from optdnn.runtime.reference.base import Kernel
 from optdnn.runtime.reference.reduce import mean
-from optdnn.runtime.reference.window import resolve_pads, static_sizes
+from optdnn.runtime.reference.window import static_window
 from optdnn.types import Array, is_float
 
 
@@ -42,10 +42,7 @@ class _Window:
         auto_pad: str = "NOTSET",
     ) -> _Window:
         """From a pool's attributes."""
-        explicit = resolve_pads(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
-        if explicit is None:
-            raise InternalError("a kernel met a symbolic size")
-        out = static_sizes(explicit, x.shape[2:], kernel_shape, strides, dilations, ceil_mode)
+        explicit, out = static_window(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations, ceil_mode)
         return cls(kernel_shape, strides, explicit, dilations, out)
 
     def taps(self, x: Array, i: int, fill: float) -> list[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.custom import run_custom
 from optdnn.runtime.reference import (
     attention,
     binary,
@@ -9,7 +10,6 @@ from optdnn.runtime.reference import (
     control,
     conv,
     conv_regions,
-    custom,
     detect,
     gemm,
     grid_sample,
@@ -49,7 +49,7 @@ KERNELS: dict[str, Kernel] = {
     **conv.KERNELS,
     **conv_regions.KERNELS,
     **norm_regions.KERNELS,
-    **custom.KERNELS,
+    "Custom": run_custom,
     **detect.KERNELS,
     **suppression.KERNELS,
     **gemm.KERNELS,

@@ -39,11 +39,6 @@ def window_count(
     return count if bounds(count)[1] > 0 else 0
 
 
-def same_count(size: DimLike, stride: int) -> DimLike:
-    """Number of windows under SAME_UPPER and SAME_LOWER."""
-    return ceildiv(size, stride)
-
-
 def same_pads(size: int, kernel: int, stride: int, dilation: int, upper: bool) -> tuple[int, int]:
     """Padding (begin, end) under SAME_UPPER (the odd element at the end) or SAME_LOWER (at the beginning)."""
     total = max(0, (-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size)
@@ -82,21 +77,24 @@ def output_sizes(
 ) -> tuple[DimLike, ...]:
     """Output size of each spatial axis of a convolution or pool."""
     if auto_pad != "NOTSET":
-        return tuple(same_count(size, s) for size, s in zip(spatial, strides, strict=True))
+        return tuple(ceildiv(size, s) for size, s in zip(spatial, strides, strict=True))
     n = len(spatial)
     return tuple(
         window_count(spatial[i], kernel[i], strides[i], dilations[i], pads[i], pads[n + i], ceil) for i in range(n)
     )
 
 
-def static_sizes(
+def static_window(
+    auto_pad: str,
     pads: Sequence[int],
     spatial: Sequence[int],
     kernel: Sequence[int],
     strides: Sequence[int],
     dilations: Sequence[int],
     ceil: bool = False,
-) -> tuple[int, ...]:
-    """:func:`output_sizes` of explicit pads and plain integers."""
-    sizes = output_sizes("NOTSET", pads, spatial, kernel, strides, dilations, ceil)
-    return tuple(d for d in sizes if isinstance(d, int))
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The explicit pads and the output sizes, for plain integers."""
+    explicit = resolve_pads(auto_pad, pads, spatial, kernel, strides, dilations)
+    assert explicit is not None  # no size is symbolic
+    sizes = output_sizes("NOTSET", explicit, spatial, kernel, strides, dilations, ceil)
+    return explicit, tuple(d for d in sizes if isinstance(d, int))

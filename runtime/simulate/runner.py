@@ -102,7 +102,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
     return found
 
 
-def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
+def _new_array(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
     """An uninitialized array. Raises RunError if there is no memory for it."""
     try:
         return np.empty(shape, dtype)
@@ -118,12 +118,8 @@ class SimulateContext(HostContext):
         super().__init__(runner.program, runner.signature)
         self._runner, self.poison = runner, poison
         self._random = Random(seed)
-        self.after_step: Callable[[_Action, list[Array]], None] | None = None
-        """Called after each step, with its action and results: tests compare kernels with their steps' meaning."""
-        self.before_step: Callable[[_Action], None] | None = None
-        """Called before each step: its result may overwrite an operand."""
         p = runner.program
-        self._raw = _room((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
+        self._raw = _new_array((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
         self._raw.fill(_FENCE_BYTE)
         arena = self._raw[FENCE : FENCE + p.arena_bytes]
         self._flat: list[Array | None] = [None] * len(p.buffers)
@@ -134,7 +130,7 @@ class SimulateContext(HostContext):
             elif b.offset is not None:
                 self._flat[i] = arena[b.offset : b.offset + (b.nbytes or 0)].view(b.dtype)
             elif i not in outside and i not in runner.on_host and b.nbytes is not None:
-                self._flat[i] = _room((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
+                self._flat[i] = _new_array((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
         self._arena = arena
         self._host: list[Array | None] = []
         """The values on the host in a run; the last entry stays None, for absent operands."""
@@ -154,7 +150,7 @@ class SimulateContext(HostContext):
             if i in self._runner.on_host:
                 results[spec.name] = None  # known when it is computed
                 continue
-            result = buffer if buffer is not None else _room(known_sizes(spec.shape), spec.dtype, spec.name)
+            result = buffer if buffer is not None else _new_array(known_sizes(spec.shape), spec.dtype, spec.name)
             self._flat[i] = result.reshape(-1)
             results[spec.name] = result
         if self.poison:
@@ -176,29 +172,26 @@ class SimulateContext(HostContext):
             times += [0] * len(self._runner.actions)
         for k in self._order():
             action, start = self._runner.actions[k], time.perf_counter_ns()
-            if not isinstance(action, _Action):
+            if isinstance(action, _Action):
+                self.run_step(k, action)
+            else:
                 self._on_host(action)
-                if times is not None:
-                    times[k] = time.perf_counter_ns() - start
-                continue
-            m = action.step.meaning
-            if self.before_step is not None:
-                self.before_step(action)
-            try:
-                operands = [None if v is None else self._view(action, v).copy() for v in m.reads]
-                with np.errstate(all="ignore"):
-                    results = action.run(operands)
-                    for view, result in zip(m.writes, results, strict=False):
-                        if view is not None:
-                            self._store(self._view(action, view), result)
-            except (OptdnnError, AssertionError):
-                raise
-            except Exception as e:
-                raise RunError(f"step {k} ({action.step.label}) failed: {type(e).__name__}: {e}") from e
             if times is not None:
                 times[k] = time.perf_counter_ns() - start
-            if self.after_step is not None:
-                self.after_step(action, list(results))
+
+    def run_step(self, k: int, action: _Action) -> None:
+        """Run the operator of step ``k``, a kernel's, on copies of its operands."""
+        m = action.step.meaning
+        try:
+            operands = [None if v is None else self._view(action, v).copy() for v in m.reads]
+            with np.errstate(all="ignore"):
+                for view, result in zip(m.writes, action.run(operands), strict=False):
+                    if view is not None:
+                        self._store(self._view(action, view), result)
+        except (OptdnnError, AssertionError):
+            raise
+        except Exception as e:
+            raise RunError(f"step {k} ({action.step.label}) failed: {type(e).__name__}: {e}") from e
 
     def _on_host(self, plan: HostPlan | CopyPlan) -> None:
         if isinstance(plan, HostPlan):

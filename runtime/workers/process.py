@@ -34,6 +34,24 @@ class WorkerGone(WorkerFailure):
         self.limit = limit
 
 
+def python_command(main: str, *arguments: str) -> list[str]:
+    """The command line of a Python process with this one's import path. It runs ``main`` ("module:function"), with ``arguments`` as
+    its ``sys.argv[1:]``."""
+    module, _, function = main.partition(":")
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from {module} import {function}; {function}()"
+    # -P: a folder called optdnn in the user's current folder must not be taken for the package.
+    return [sys.executable, "-P", "-c", code, json.dumps(sys.path), *arguments]
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a process has ended. It is killed after ``seconds``."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class WorkerProcess:
     """A new Python process with this one's import path that runs ``main`` ("module:function"), a worker of
     :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it. ``without``: environment variables
@@ -52,11 +70,8 @@ class WorkerProcess:
         self._timeout_s = timeout_s
         self._errors = temporary_file()
         pools = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        # -P: a folder called optdnn in the user's current folder must not be taken for the package.
-        module, _, function = main.partition(":")
-        code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}()"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, json.dumps(sys.path), str(os.getpid())],
+            python_command(main, str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -137,9 +152,5 @@ class WorkerProcess:
             with contextlib.suppress(OSError, ValueError):
                 if stream is not None:
                     stream.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 5)
         self._errors.close()

@@ -1,7 +1,7 @@
 """The protocol between this process and its workers: frames over a pipe, and the loop that answers them.
 
-A frame is the magic ``OPTW``, the length of a JSON header (u32), the length of a payload (u64), the header, the payload.
-Arrays are sent in the payload, described in the header under "arrays". Both ends are one version of optdnn on one machine.
+A frame is the magic ``OPTW``, the length of a JSON header (u32), the header, and the arrays' bytes. The header describes the arrays
+under "arrays". Both ends are one version of optdnn on one machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from optdnn.errors import InternalError, OptdnnError
-from optdnn.types import DTYPES, Array, dtype_name
+from optdnn.types import DTYPES, Array, dtype_name, raw_bytes
 
-_FRAME = struct.Struct("<4sIQ")
+_FRAME = struct.Struct("<4sI")
 _MAGIC = b"OPTW"
 PARENT_S = 1.0
 """Seconds between a worker's checks that its parent is still alive."""
@@ -33,9 +33,9 @@ def send(stream: BinaryIO, message: Mapping[str, Any], arrays: Mapping[str, Arra
     pieces, table = [], []
     for name, a in (arrays or {}).items():
         table.append([name, dtype_name(a.dtype), list(a.shape)])
-        pieces.append(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
+        pieces.append(raw_bytes(a))
     header = json.dumps({**message, "arrays": table}).encode()
-    stream.write(_FRAME.pack(_MAGIC, len(header), sum(map(len, pieces))))
+    stream.write(_FRAME.pack(_MAGIC, len(header)))
     stream.write(header)
     for piece in pieces:
         stream.write(piece)
@@ -47,7 +47,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
     head = stream.read(_FRAME.size)
     if len(head) < _FRAME.size:
         return None
-    magic, header_length, payload_length = _FRAME.unpack(head)
+    magic, header_length = _FRAME.unpack(head)
     if magic != _MAGIC:
         raise InternalError("a worker wrote something that is not a frame")
     header = stream.read(header_length)
@@ -57,11 +57,8 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
     arrays: dict[str, Array] = {}
     for name, dtype, shape in message.pop("arrays"):
         arrays[name] = array = np.empty(shape, DTYPES[dtype])
-        payload_length -= array.nbytes
         if not _fill(stream, array):
             return None
-    if payload_length:
-        raise InternalError("a worker's frame is not as long as its arrays")
     return message, arrays
 
 
@@ -79,11 +76,11 @@ def _fill(stream: BinaryIO, array: Array) -> bool:
 def run(worker: Any) -> None:
     """Make ``worker`` answer the parent's commands until the parent quits or ends. A command NAME is its method do_NAME.
 
-    The second argument of the process is the parent's process id: the parent may end before this process checks.
+    The argument of the process is the parent's process id: the parent may end before this process checks.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of a library must not disturb the frames
-    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), name="optdnn-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[1]),), name="optdnn-parent", daemon=True).start()
     serve(sys.stdin.buffer, answers, worker)
 
 

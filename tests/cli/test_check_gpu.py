@@ -94,3 +94,4 @@ def test_ranges_are_checked_at_their_optimum_and_values_take_steps_off_the_cpu(c
         refused = cli("check", *options, "--value", bad)
         assert refused.code == 2
         assert "is not NAME=1,2,3" in refused.err
+    assert "--pin 'fp32' is not NODES=PRECISION" in cli("check", *options, "--pin", "fp32").err

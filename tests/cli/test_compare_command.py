@@ -77,7 +77,9 @@ def test_compare_engines_without_their_model(cli: Cli, engine: Path, tmp_path: P
     assert report["rows"][1]["max_abs_err"] == 0
     assert report["error_reference"] == "other.engine"
     assert report["model"] is None
-    assert cli(*argv, "--layers").code == 2
+    code, _, err = cli(*argv, "--layers")
+    assert code == 2
+    assert "--layers and --bisect need the ONNX model" in err
     code, _, err = cli("compare", engine, "--against", "reference")
     assert code == 2
     assert "reference needs the ONNX model" in err

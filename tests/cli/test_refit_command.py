@@ -68,12 +68,12 @@ def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
         (
             (folder / "net.engine", "--adapter", tmp_path / "half.npz", "-o", out),
             2,
-            "'w1' is not one of NAME.A with NAME.B",
+            "half.npz: the adapter of 'w1' needs both arrays, w1.A and w1.B",
         ),
         (
             (folder / "net.engine", "--adapter", tmp_path / "odd.npz", "-o", out),
             2,
-            "'w1' is not one of NAME.A with NAME.B",
+            "odd.npz: the array 'w1' is none of NAME.A, NAME.B and NAME.scale",
         ),
     ):
         reported = cli("refit", *words)

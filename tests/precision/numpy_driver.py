@@ -73,7 +73,7 @@ class Numpy:
 def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> search.SearchResult:
     monkeypatch.setattr(search, "target_of", lambda *a, **k: driver)
     given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
-    return search.find(graph, BuildOptions(**given), "cpu", TimingCache())
+    return search.search_precisions(graph, BuildOptions(**given), "cpu", TimingCache())
 
 
 def another_network() -> Graph:

@@ -72,7 +72,7 @@ def test_tf32_is_searched_and_pinned() -> None:
         target="simulate", precision="auto", calib=DATA, candidates="tf32", metric="cosine", max_drop=1e-3,
         precision_map={"head": "tf32"},
     )  # fmt: skip
-    found = search.find(fixed_perceptron(), options, "simulate", TimingCache())
+    found = search.search_precisions(fixed_perceptron(), options, "simulate", TimingCache())
     plain = found.report.to_plain()
     assert {p for c in plain["candidates"] for p in c["precisions"]} == {"fp32", "tf32"}
     first, *_, head = found.report.nodes

@@ -27,7 +27,7 @@ from optdnn.precision import predicted as predicted_times
 from optdnn.precision.latency import OperatorTimes
 from optdnn.precision.plans import Space
 from optdnn.precision.search import target_of
-from optdnn.precision.sensitivity import Sensitivities, Sensitivity, alone
+from optdnn.precision.sensitivity import Sensitivities, Sensitivity, run_alone
 from optdnn.precision.targets import assigned, packed_offers
 from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import TimingCache
@@ -156,7 +156,7 @@ def test_errors_of_rounded_rows_are_judged(target: str, beside: str) -> None:
     def error(weights: Array, precision: str) -> float:
         n = Net()
         graph = n.done(n.op("MatMul", n.input(SAMPLES, WIDTH), weights.astype(np.float32)))
-        got = alone(graph, graph.of_kind("MatMul")[0], precision, {"x": x}, target, None, beside).astype(np.float64)
+        got = run_alone(graph, graph.of_kind("MatMul")[0], precision, {"x": x}, target, None, beside).astype(np.float64)
         return float(np.linalg.norm(got - x @ weights) / np.linalg.norm(x @ weights))
 
     drawn = rng.standard_normal((WIDTH, 4 * WIDTH))

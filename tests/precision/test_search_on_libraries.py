@@ -101,7 +101,7 @@ def test_the_cost_of_casts_is_learned_from_whole_engines(monkeypatch: pytest.Mon
     said: list[str] = []
     monkeypatch.setattr(search, "target_of", lambda *a, **k: Dear(offers=("fp32",), times=times))
     options = BuildOptions(target="cpu", precision="auto", calib=DATA, budget=30.0, metric="cosine", max_drop=0.5)
-    found = search.find(perceptron(), options, "cpu", TimingCache(), said.append)
+    found = search.search_precisions(perceptron(), options, "cpu", TimingCache(), said.append)
     assert any("casts cost" in text for text in said)
     assert len(races) > 1
     assert all(a <= b for a, b in itertools.pairwise(races)), "times of one race are compared"

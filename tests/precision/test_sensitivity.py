@@ -21,7 +21,14 @@ from optdnn.passes.support.precision import PrecisionPlan, key
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import metric_of
 from optdnn.precision.samples import Samples
-from optdnn.precision.sensitivity import Sensitivities, Sensitivity, StoredSensitivities, batches_of, mean, measure
+from optdnn.precision.sensitivity import (
+    Sensitivities,
+    Sensitivity,
+    StoredSensitivities,
+    batches_of,
+    mean_sensitivity,
+    measure_sensitivities,
+)
 from optdnn.types import Array
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -35,7 +42,7 @@ def ops(graph: Graph) -> list[Op]:
 
 def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **options: Any) -> Sensitivities:
     calibration = calibrate(graph, {"x": DATA["x"]}, "minmax")
-    return measure(
+    return measure_sensitivities(
         graph,
         [(op, ("fp32", *precisions)) for op in ops(graph)],
         [Samples({"x": DATA["x"][:32]}, DATA["labels"][:32])],
@@ -145,7 +152,7 @@ def test_sensitivities_are_kept_for_the_same_network_and_data(tmp_path: Path) ->
 
 
 def test_sensitivities_of_several_batches_are_averaged() -> None:
-    found = mean([Sensitivity(0.3, 0.1, 1.0), Sensitivity(0.4, 0.3, 0.0, "overflow")])
+    found = mean_sensitivity([Sensitivity(0.3, 0.1, 1.0), Sensitivity(0.4, 0.3, 0.0, "overflow")])
     assert found.error == pytest.approx(np.sqrt(0.125))
     assert (found.noise, found.drop, found.hazard) == (pytest.approx(0.2), 0.5, "overflow")
 
@@ -160,7 +167,7 @@ def test_a_network_of_a_small_batch_is_measured_on_several() -> None:
     wanted = [(op, ("bf16",)) for op in small.of_kind("Gemm")]
     facts: dict[str, Any] = {"target": "cpu", "calibration": None}
     metric = metric_of("top1", DATA["labels"])
-    found = measure(small, wanted, parts, metric, **facts).table
-    each = [measure(small, wanted, [part], metric, **facts).table for part in parts]
+    found = measure_sensitivities(small, wanted, parts, metric, **facts).table
+    each = [measure_sensitivities(small, wanted, [part], metric, **facts).table for part in parts]
     for item, one in found.items():
         assert one.noise == pytest.approx(np.mean([t[item].noise for t in each]))

@@ -9,7 +9,8 @@ import pytest
 from precision.nets import perceptron
 
 from optdnn.lowering.steps import lower_reference
-from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, remembered, turn_of
+from optdnn.precision import turns
+from optdnn.precision.turns import identity, in_turns, interquartile_mean, once_each, paired, remembered, turn_of
 from optdnn.runtime.engine import Engine
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -24,15 +25,16 @@ def counting(log: list[str], name: str, ms: float) -> Callable[[], float]:
 
 def test_who_begins_changes_and_the_slow_are_given_up() -> None:
     log: list[str] = []
-    turns = {n: counting(log, n, ms) for n, ms in (("a", 1.0), ("b", 1.2), ("c", 9.0))}
-    found = in_turns(turns, rounds=4, give_up_ratio=2.0)
+    three = {n: counting(log, n, ms) for n, ms in (("a", 1.0), ("b", 1.2), ("c", 9.0))}
+    found = in_turns(three, rounds=4, give_up_ratio=2.0)
     assert log == ["a", "b", "c", "b", "a", "a", "b", "b", "a"]
     assert {n: len(r) for n, r in found.items()} == {"a": 4, "b": 4, "c": 1}
 
 
-def test_the_budget_ends_it_after_a_round() -> None:
+def test_its_time_ends_it_after_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    found = in_turns({n: counting(log, n, 1.0) for n in "ab"}, rounds=9, give_up_ratio=2.0, budget_seconds=0.0)
+    monkeypatch.setattr(turns, "RACE_SECONDS", 0.0)
+    found = in_turns({n: counting(log, n, 1.0) for n in "ab"}, rounds=9, give_up_ratio=2.0)
     assert {n: len(r) for n, r in found.items()} == {"a": 1, "b": 1}
 
 
@@ -46,9 +48,9 @@ def test_drift_does_not_decide() -> None:
 
 
 def test_the_middle_leaves_a_disturbed_round_out_and_weighs_two_kinds() -> None:
-    assert middle([1.0, 1.0, 50.0, 1.0, 1.0, 20.0, 1.0, 1.0]) == 1.0
-    assert middle([1.0, 3.0]) == 2.0
-    assert middle([1.0] * 5 + [2.0] * 5) == pytest.approx(1.5)
+    assert interquartile_mean([1.0, 1.0, 50.0, 1.0, 1.0, 20.0, 1.0, 1.0]) == 1.0
+    assert interquartile_mean([1.0, 3.0]) == 2.0
+    assert interquartile_mean([1.0] * 5 + [2.0] * 5) == pytest.approx(1.5)
 
 
 def test_the_same_engine_is_measured_once() -> None:

@@ -24,7 +24,7 @@ from optdnn.refitting.record import NETWORK
 from optdnn.refitting.weights import merge
 from optdnn.runtime.file.format import encode
 from optdnn.runtime.program import Program
-from optdnn.tuning.again import DECIDED
+from optdnn.tuning.earlier_choices import DECIDED
 from optdnn.types import Array
 
 GPU = "cuda:sm_90a"

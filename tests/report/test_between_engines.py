@@ -12,7 +12,7 @@ from support.needs import needs_libraries
 from support.onnxnet import save_convnet
 
 import optdnn
-from optdnn.compare.comparison import look
+from optdnn.compare.comparison import findings_of
 from optdnn.compare.divergence import DECADES, Findings, histogram, tolerance_of
 from optdnn.compare.subject import load_subject
 from optdnn.errors import UsageError
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def between(folder: Path, one: str, other: str | None, **data: Any) -> Findings:
     subject = load_subject(folder / one, folder / "net.onnx", 1, **data)
-    return look(subject, {"x": X}, None, lambda text: None, None if other is None else folder / other)
+    return findings_of(subject, {"x": X}, None, lambda text: None, None if other is None else folder / other)
 
 
 def test_two_targets_are_compared_value_by_value_in_onnx_names(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_pictures_are_prepared_as_for_the_build(folder: Path, tmp_path: Path) ->
 
 def test_the_first_node_beyond_the_tolerance_is_between_the_engines(folder: Path) -> None:
     subject = load_subject(folder / "half.engine", folder / "net.onnx", 1)
-    found = look(subject, {"x": X}, 1e-6, lambda text: None, folder / "ref.engine")
+    found = findings_of(subject, {"x": X}, 1e-6, lambda text: None, folder / "ref.engine")
     assert found.first is not None
     assert found.first.node == "bn1 + conv1 + relu1"
 

@@ -11,7 +11,7 @@ import pytest
 from support.onnxnet import convnet
 
 import optdnn.compare.divergence
-from optdnn.compare.divergence import find
+from optdnn.compare.divergence import find_divergences
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import random_feeds
@@ -54,7 +54,7 @@ def graphs() -> tuple[Graph, Graph]:
 
 def test_every_value_that_is_left_is_compared_under_its_onnx_names(graphs: tuple[Graph, Graph]) -> None:
     original, optimized = graphs
-    found = find(original, optimized, reference, random_feeds(original))
+    found = find_divergences(original, optimized, reference, random_feeds(original))
     assert [(d.operator, d.value, d.node) for d in found.divergences] == [
         ("Conv", "relu1_out", "bn1 + conv1 + relu1"),
         ("Conv", "relu2_out", "add + bn2 + conv2 + relu2"),
@@ -74,14 +74,16 @@ def test_every_value_that_is_left_is_compared_under_its_onnx_names(graphs: tuple
 @pytest.mark.parametrize(("value", "node"), [("relu1_out", "bn1 + conv1 + relu1"), ("pool_out", "pool"), ("y", "head")])
 def test_a_fault_of_the_target_is_found_at_its_node(graphs: tuple[Graph, Graph], value: str, node: str) -> None:
     original, optimized = graphs
-    found = find(original, optimized, faulty(value, 1.01), random_feeds(original))
+    found = find_divergences(original, optimized, faulty(value, 1.01), random_feeds(original))
     assert found.first is not None
     assert found.first.node == node
     assert found.first.max_rel_err == pytest.approx(0.01, rel=1e-3)
     assert found.first.passes_rel_err < 1e-6  # no fault of the passes
     errors = [d.max_rel_err for d in found.worst_first]
     assert errors == sorted(errors, reverse=True)
-    assert find(original, optimized, faulty(value, 1.01), random_feeds(original), tolerance=0.05).first is None
+    assert (
+        find_divergences(original, optimized, faulty(value, 1.01), random_feeds(original), tolerance=0.05).first is None
+    )
 
 
 def test_a_fault_of_a_pass_is_distinguished_from_one_of_the_target(graphs: tuple[Graph, Graph]) -> None:
@@ -89,7 +91,7 @@ def test_a_fault_of_a_pass_is_distinguished_from_one_of_the_target(graphs: tuple
     conv = optimized.of_kind("Conv")[1]
     weight = optimized.op(conv.inputs[1].op)  # type: ignore[union-attr]
     optimized.set_op(replace(weight, attrs=ConstantAttrs(weight.attrs.value * np.float32(1.1))))
-    found = find(original, optimized, reference, random_feeds(original))
+    found = find_divergences(original, optimized, reference, random_feeds(original))
     assert found.first is not None
     assert found.first.value == "relu2_out"
     assert found.first.passes_rel_err == pytest.approx(found.first.max_rel_err, rel=1e-3)
@@ -98,7 +100,9 @@ def test_a_fault_of_a_pass_is_distinguished_from_one_of_the_target(graphs: tuple
 
 def test_a_value_that_is_not_finite_is_beyond_any_tolerance(graphs: tuple[Graph, Graph]) -> None:
     original, optimized = graphs
-    found = find(original, optimized, faulty("pool_out", float("nan")), random_feeds(original), tolerance=1e9)
+    found = find_divergences(
+        original, optimized, faulty("pool_out", float("nan")), random_feeds(original), tolerance=1e9
+    )
     assert found.first is not None
     assert found.first.node == "pool"
     assert found.worst_first[0].max_rel_err == float("inf")
@@ -107,7 +111,7 @@ def test_a_value_that_is_not_finite_is_beyond_any_tolerance(graphs: tuple[Graph,
 def test_values_are_exposed_in_groups(graphs: tuple[Graph, Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     original, optimized = graphs
     feeds = random_feeds(original)
-    whole = find(original, optimized, reference, feeds)
+    whole = find_divergences(original, optimized, reference, feeds)
     calls: list[int] = []
 
     def counted(graph: Graph) -> Engine:
@@ -115,14 +119,14 @@ def test_values_are_exposed_in_groups(graphs: tuple[Graph, Graph], monkeypatch: 
         return reference(graph)
 
     monkeypatch.setattr(optdnn.compare.divergence, "CHUNK_BYTES", 12_000)  # relu1_out takes 8 * 64 * 20 bytes
-    assert find(original, optimized, counted, feeds) == whole
+    assert find_divergences(original, optimized, counted, feeds) == whole
     assert calls == [2, 4]  # each with the network's own output
 
 
 def test_symbolic_dimensions_and_converted_borders(tmp_path: Path) -> None:
     original, optimized = import_model(convnet(batch="N")), import_model(convnet(batch="N"))
     optimize(optimized, BuildOptions(target="reference", io_dtype="fp16"), "reference")
-    found = find(original, optimized, reference, random_feeds(original, sizes={"N": 3}), tolerance=1e-2)
+    found = find_divergences(original, optimized, reference, random_feeds(original, sizes={"N": 3}), tolerance=1e-2)
     assert found.divergences[0].shape == (3, 8, 8, 8)
     assert found.first is None
     assert 1e-5 < found.divergences[0].max_rel_err < 1e-3  # the input was rounded to half precision

@@ -31,18 +31,20 @@ def compare_steps(
 ) -> int:
     """Run every generated kernel of the program on the results of earlier steps. Returns the number of compared steps.
     ``made``: the object that runs the kernels."""
-    runner = SimulateRunner(program)
-    context = SimulateContext(runner, poison=True)
     kernels, compared = made(program, folder), 0
-    given: list[Any] = []
 
-    def before(action: Any) -> None:
-        given[:] = [np.array(context._flat[i]) for i in action.operands]
-        for flat, i in zip(given, action.operands, strict=True):
-            if i in program.retained:  # zeros before the first run
-                flat.view(np.uint8)[:] = 0
+    class Compared(SimulateContext):
+        def run_step(self, k: int, action: Any) -> None:
+            given = [np.array(self._flat[i]) for i in action.operands]  # the result may overwrite an operand
+            for flat, i in zip(given, action.operands, strict=True):
+                if i in program.retained:  # zeros before the first run
+                    flat.view(np.uint8)[:] = 0
+            super().run_step(k, action)
+            compare(action, given)
 
-    def hook(action: Any, outputs: list[Any]) -> None:
+    context = Compared(SimulateRunner(program), poison=True)
+
+    def compare(action: Any, given: list[Any]) -> None:
         nonlocal compared
         if not kernels.runs(action.step):
             return
@@ -69,7 +71,6 @@ def compare_steps(
             np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * scale, err_msg=label)
         compared += 1
 
-    context.before_step, context.after_step = before, hook
     context.run(feeds)
     assert compared
     return compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from optdnn.refitting.held_model import held_model
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
 from optdnn.runtime.file.format import read, write
-from optdnn.runtime.program import Program
+from optdnn.runtime.program import Dynamic, Program
+from optdnn.tuning.retune import options_of
 from optdnn.types import Array
 
 pytestmark = pytest.mark.nvrtc
@@ -299,7 +301,7 @@ def test_engines_that_cannot_be_retuned(
     with pytest.raises(UsageError, match="this GPU is sm_80"):
         optdnn.retune(engine)
     gpu.device.arch = "sm_90a"
-    with pytest.raises(UsageError, match="nothing to do"):
+    with pytest.raises(UsageError, match="there is nothing to measure"):
         optdnn.retune(engine, tactics="heuristic")
     optdnn.build(model, target="reference").save(tmp_path / "reference.engine")
     with pytest.raises(EngineError, match="tuning is for GPUs"):
@@ -314,6 +316,8 @@ def test_engines_that_cannot_be_retuned(
     write(program, tmp_path / "foreign.engine")
     with pytest.raises(EngineError, match="not one of this version"):
         optdnn.retune(tmp_path / "foreign.engine")
+    with pytest.raises(EngineError, match="each of its plans has its own build"):
+        options_of(replace(read(engine), dynamic=Dynamic((), ())), None, None)
     monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU")
     with pytest.raises(UsageError, match="needs a GPU: no NVIDIA GPU"):
         optdnn.retune(engine)

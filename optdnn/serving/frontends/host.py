@@ -9,11 +9,11 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from optdnn.errors import OptdnnError
+from optdnn.runtime.workers.process import python_command, wait_or_kill
 from optdnn.serving.core import Core
 from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.frontends.channel import Channel
@@ -23,10 +23,6 @@ from optdnn.serving.refusals import Unavailable
 from optdnn.serving.settings import ServeSettings
 
 log = logging.getLogger("optdnn.serve")
-CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1));"
-    " from optdnn.serving.frontends.child import main; main()"
-)
 END_SECONDS = 5.0
 """How long a front end has to end after its last request."""
 
@@ -48,7 +44,7 @@ class FrontEnd:
         order = json.dumps({**descriptors, "settings": self._settings})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), order],
+                python_command("optdnn.serving.frontends.child:main", order),
                 stdin=subprocess.DEVNULL,
                 pass_fds=list(descriptors.values()),
                 start_new_session=True,  # as workers: the server ends it
@@ -90,11 +86,7 @@ class FrontEnd:
 
     def reap(self) -> None:
         """Wait for the process, whose channel is closed."""
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, END_SECONDS)
 
     def close(self) -> None:
         """End the process, and close its memory."""

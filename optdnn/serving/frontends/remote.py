@@ -11,10 +11,10 @@ import numpy as np
 from optdnn.serving.frontends.arena import Arena
 from optdnn.serving.frontends.channel import Channel
 from optdnn.serving.refusals import Refusal
-from optdnn.serving.regions import NamedPart, bytes_of
+from optdnn.serving.regions import NamedPart
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
 from optdnn.serving.tensors import RegionSlice
-from optdnn.types import DTYPES, dtype_name
+from optdnn.types import DTYPES, dtype_name, raw_bytes
 
 PLAIN = ("metadata", "ready", "model_metadata", "model_ready", "index", "load", "unload", "register", "unregister",
          "region_status", "register_cuda", "unregister_cuda", "cuda_status", "metrics_text")  # fmt: skip
@@ -120,7 +120,7 @@ def plain_answer(outputs: Sequence[OutputTensor], answers: Arena, held: dict[int
     for o in outputs:
         place = None
         if o.data is not None and o.nbytes:
-            part = answers.put(bytes_of(o.data))
+            part = answers.put(raw_bytes(o.data))
             place = answers.place(part)
             assert place is not None
             held[place] = part

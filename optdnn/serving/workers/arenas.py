@@ -1,4 +1,4 @@
-"""The beginnings of front ends' arenas in a worker: page-locked, so that the GPU reads tensors where a front end has put them."""
+"""Page-locked mappings of front ends' arenas in a worker, so that the GPU reads tensors where a front end has put them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ log = logging.getLogger("optdnn.serve")
 
 
 class LockedArenas:
-    """The mappings of one instance, each made when a request first lies there. Their pages are never given back."""
+    """The mappings of one instance. Each is made when a request first lies there, and shows the first ARENA_KEPT bytes of an arena:
+    their pages are never given back."""
 
     def __init__(self, cupy: Any):
         self._cupy = cupy

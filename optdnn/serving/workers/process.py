@@ -12,12 +12,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optdnn.errors import OptdnnError
+from optdnn.runtime.workers.process import python_command, wait_or_kill
 from optdnn.serving.facts import ModelFacts
 from optdnn.serving.refusals import Unavailable, WorkerLost
 from optdnn.serving.tensors import Job, RegionSlice, fill
@@ -32,9 +32,6 @@ from optdnn.serving.workers.messages import (
     send,
 )
 
-CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from optdnn.serving.workers.child import main; main()"
-)
 CLOSE_SECONDS = 5.0
 
 
@@ -121,7 +118,7 @@ class ProcessWorker(Worker):
             rows = [(end.fileno(), *i.memory) for end, i in zip(theirs, made, strict=True)]
             order = {"engine": str(engine), "options": dict(options), "instances": rows}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), json.dumps(order)],
+                python_command("optdnn.serving.workers.child:main", json.dumps(order)),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[*arenas, *(descriptor for row in rows for descriptor in row)],
                 env={**os.environ, **environment},
@@ -188,11 +185,4 @@ class ProcessWorker(Worker):
             self._release()
             for instance in self.instances:
                 instance.finish(WorkerLost("the server has ended the process that ran this request"))
-        await asyncio.get_running_loop().run_in_executor(None, self._reap)
-
-    def _reap(self) -> None:
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        await asyncio.get_running_loop().run_in_executor(None, wait_or_kill, self._process, CLOSE_SECONDS)

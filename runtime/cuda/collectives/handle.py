@@ -47,10 +47,6 @@ class Handle:
         """Begin to free the communicator; at most once, from any thread."""
         self._end.set()
 
-    def wait_freed(self, limit: float) -> bool:
-        """Wait until it is freed; False if that takes longer than ``limit`` seconds."""
-        return self._done.wait(limit)
-
 
 def _live(
     to_make: list[Callable[[], Any]],

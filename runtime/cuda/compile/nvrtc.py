@@ -262,8 +262,6 @@ class KernelCache:
     def __init__(self, folder: Path | None = None):
         self.folder = folder or default_folder()
         self.spare: Path | None = None
-        self.hits = 0
-        self.misses = 0
 
     def path(self, key: str) -> Path:
         """The path of the entry of ``key``."""
@@ -273,12 +271,9 @@ class KernelCache:
         """The recipe's cubin, compiled if it is not in the cache."""
         key = recipe.key()
         cubin = self._read(key)
-        if cubin is not None:
-            self.hits += 1
-            return cubin
-        self.misses += 1
-        cubin, _ = compile_recipe(recipe)
-        self._write(key, cubin)
+        if cubin is None:
+            cubin, _ = compile_recipe(recipe)
+            self._write(key, cubin)
         return cubin
 
     def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
@@ -292,7 +287,6 @@ class KernelCache:
         if others > 0:
             self._check_folder()  # the workers write where this process will read
             self._compile(list(missing.items()), others)
-            self.misses += len(missing)
         return [self.get(recipe) for recipe in recipes]
 
     def _holds(self, key: str) -> bool:

@@ -34,12 +34,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optdnn.errors import EngineError
+from optdnn.runtime.cuda.gpu_facts import HOPPER, capability_of
 from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, CudaStep, LaunchPlan
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.program import Program
-
-FIRST_WITH_CLUSTERS = 90
-"""Ten times the first compute capability with clusters."""
 
 
 def check_waits(program: Program, steps: Sequence[object]) -> None:
@@ -68,7 +66,7 @@ def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
             if launch.waits == CLUSTER
             else None
         )
-    if int(arch.removeprefix("sm_").rstrip("af")) < FIRST_WITH_CLUSTERS:
+    if capability_of(arch)[0] < HOPPER:
         return f"it has clusters, and {arch} does not"
     if launch.grid[0] % launch.cluster:
         return f"its {launch.grid[0]} blocks are not whole clusters of {launch.cluster}"

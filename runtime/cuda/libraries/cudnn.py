@@ -56,7 +56,8 @@ def _plan_of(operation: Convolution | Attention | Norm) -> PlannedGraph:
 
 
 @cache
-def _maker() -> Handle:
+def _planning_handle() -> Handle:
+    """The handle with which all plans of this process are built."""
     return Handle()
 
 
@@ -67,7 +68,7 @@ class PlannedGraph:
     """
 
     def __init__(self, operation: Convolution | Attention | Norm):
-        self._handle = handle = _maker()
+        self._handle = handle = _planning_handle()
         self.operation = operation
         cudnn = handle.cudnn
         dtype = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}[operation.dtype]

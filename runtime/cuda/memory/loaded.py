@@ -13,6 +13,7 @@ from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.compile.nvrtc import version
 from optdnn.runtime.cuda.compile.recipes import cubins
 from optdnn.runtime.cuda.device import Device, Function, check, driver, gpu_count
+from optdnn.runtime.cuda.gpu_facts import capability_of
 from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.launches.waits import check_room
@@ -85,8 +86,7 @@ class Loaded:
 
 def check_arch(arch: str, device: Device) -> None:
     """Raises EngineError if code for ``arch`` does not run on the device."""
-    number = arch.removeprefix("sm_").rstrip("af")
-    major, minor = int(number[:-1]), int(number[-1])
+    major, minor = capability_of(arch)
     same = device.capability == (major, minor) if arch.endswith("a") else (
         device.capability[0] == major and device.capability[1] >= minor)  # fmt: skip
     if not same:

@@ -246,7 +246,7 @@ class TrialTimer(Timer):
             raise StepFault(why, None) from failure
         if (why := answer.get("fault")) is not None:
             self._process.lose(why)
-            raise StepFault(f"{named(answer)}, {why}", answer["step"])
+            raise StepFault(f"{step_in_words(answer)}, {why}", answer["step"])
         try:
             message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": answer["same"]}
             limit = ANSWERS_S + REPLAYED * answer["seconds"]
@@ -259,7 +259,7 @@ class TrialTimer(Timer):
             raise GraphFault(why or failure.message) from failure
 
 
-def named(step: Mapping[str, Any]) -> str:
+def step_in_words(step: Mapping[str, Any]) -> str:
     """A step of the worker's answer, in words."""
     if step["step"] is None:
         return "a launch"

@@ -107,9 +107,9 @@ class Timer:
 class GpuTimer(Timer):
     """Measures on GPU 0. Raises RunError without a GPU. One thread uses it. ``libraries``: the libraries whose versions matter."""
 
-    def __init__(self, libraries: Collection[str] = (), cache: KernelCache | None = None):
+    def __init__(self, libraries: Collection[str] = ()):
         self.device = Device.open()
-        self.cache = cache or KernelCache()
+        self.cache = KernelCache()
         self.stream = Stream()
         driver_version = ".".join(map(str, self.device.driver_version))
         libraries = {

@@ -103,7 +103,7 @@ def test_buffers_and_inputs_are_read_where_they_are() -> None:
             {"state": {"next": "h"}, "outputs": {"next": np.zeros((1, 4), np.float32)}},
             "its buffers are the binding's own",
         ),
-        ({"state": {"next": "h", "y": "h"}}, "two states go into one input"),
+        ({"state": {"next": "h", "y": "h"}}, "outputs 'next' and 'y' are both state of input 'h'"),
         ({"outputs": {"z": np.zeros((1, 4), np.float32)}}, "there is no output 'z'"),
     ],
 )

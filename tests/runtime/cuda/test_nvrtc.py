@@ -81,12 +81,11 @@ def test_the_key_depends_on_everything_that_decides_the_bytes(monkeypatch: pytes
     assert RECIPE.key() not in keys
 
 
-def test_the_cache_compiles_once(tmp_path: Path) -> None:
+def test_the_cache_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KernelCache(tmp_path)
     first = cache.get(RECIPE)
-    assert (cache.hits, cache.misses) == (0, 1)
+    monkeypatch.delattr(nvrtc, "compile_recipe")
     assert cache.get(RECIPE) == first
-    assert (cache.hits, cache.misses) == (1, 1)
     assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]  # no temporary file stays
 
 
@@ -148,8 +147,9 @@ def test_entries_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path, mon
 
     monkeypatch.setattr(nvrtc, "replace_file", full)
     cache = KernelCache(tmp_path)
-    assert cache.get(RECIPE) == good
-    assert cache.hits == 1
+    with monkeypatch.context() as without:
+        without.delattr(nvrtc, "compile_recipe")
+        assert cache.get(RECIPE) == good
     with pytest.warns(CacheWarning, match="No space left on device"):
         cache.get(replace(RECIPE, generated={"generated.cuh": RECIPE.generated["generated.cuh"] + "// new\n"}))
     assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]
@@ -161,7 +161,6 @@ def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
     ]
     cache = KernelCache(tmp_path)
     cubins = cache.get_many(recipes, workers=2)
-    assert cache.misses == 8
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins)
     assert len(list(tmp_path.iterdir())) == 8
 

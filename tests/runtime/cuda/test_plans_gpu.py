@@ -26,7 +26,7 @@ def test_any_batch_in_range(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     context: Any = optdnn.load(tmp_path / "e").context()
     for n in (4, 1, 9, 2, 4, 3, 1):
         np.testing.assert_allclose(context.run(_image(n))["y"], want.run(_image(n))["y"], rtol=1e-3, atol=1e-4)
-    assert len(context.kept) == 3
+    assert len(context._contexts) == 3
     runners = context._runner
     ready = [*runners._ready.values(), *runners._made.values()]
     assert len(ready) == 5

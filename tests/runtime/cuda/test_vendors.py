@@ -105,7 +105,7 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def forget() -> None:
         cudnn._plan_of.cache_clear()
-        cudnn._maker.cache_clear()
+        cudnn._planning_handle.cache_clear()
 
     yield use
     forget()

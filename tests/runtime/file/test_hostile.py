@@ -316,6 +316,8 @@ def test_a_loop_without_a_bound_is_refused(trips: str, tmp_path: Path) -> None:
         ({"model": -1}, "there is no blob -1"),
         ({"model": 7}, "there is no blob 7"),
         ({"weights": {"w": True}}, "there is no blob True"),
+        ({"inputs": ["x", "z"]}, "has 1 buffers for inputs and 1 for outputs, and names 2 and 1"),
+        ({"outputs": []}, "has 1 buffers for inputs and 1 for outputs, and names 1 and 0"),
     ],
     ids=str,
 )

@@ -250,7 +250,7 @@ def test_the_names_of_layers_are_those_of_the_model() -> None:
 
     assert layers._of_model(["a/WithoutBiases", "a", "a/Relu", "b"]) == "a + b"
     assert layers._of_model([]) == layers.LAYOUT
-    assert layers._first_of("a/Add", {"a", "a/Add"}) == "a"
-    assert layers._first_of("/x/Add", {"/Add", "/x/Add"}) == "/x/Add"
+    assert layers.operator_of("a/Add", {"a", "a/Add"}) == "a"
+    assert layers.operator_of("/x/Add", {"/Add", "/x/Add"}) == "/x/Add"
     assert layers._written("/patches/Conv_nchwc") == "/patches/Conv"
     assert layers._merged([("a", "k", 1.0), ("b", "l", 0.0), ("a", "m", 3.0)]) == [("a", "m", 4.0)]

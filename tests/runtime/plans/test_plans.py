@@ -237,7 +237,7 @@ def test_contexts_and_plans_are_bounded(built: optdnn.Engine, monkeypatch: pytes
     context: Any = engine.context()
     for n in (1, 3, 4, 5):
         context.run(image(n))
-    assert [s[0][0] for s in context.kept] == [4, 5]
+    assert [s[0][0] for s in context._contexts] == [4, 5]
     assert [s[0][0] for s in context._runner._made] == [4, 5]
 
 

@@ -70,7 +70,7 @@ def test_a_communicator_that_could_not_be_created() -> None:
     assert handle.made.wait(10)
     assert isinstance(handle.value, ValueError)
     handle.free()
-    assert handle.wait_freed(10)
+    assert handle._done.wait(10)
     assert not freed
 
 

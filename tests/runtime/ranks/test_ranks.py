@@ -57,6 +57,8 @@ def test_several_ranks_give_the_results_of_one(target: str, devices: int) -> Non
     assert engine.meta["options"]["devices"] == devices
     with pytest.raises(UsageError, match="steps are timed on one device"):
         engine.context().profile(X)
+    with pytest.raises(UsageError, match="ranks in threads have no times"):
+        engine.context().gpu_times(X)  # type: ignore[attr-defined]
     assert bench(engine, X, duration=0.01)["iterations"] >= 1
 
 

@@ -16,7 +16,7 @@ DECIDED = "decided"
 """Key of a program's ``meta``: ``{"lanes": LaneChoice.to_plain()}`` if measurements decided; absent otherwise."""
 
 
-class Again:
+class EarlierChoices:
     """A ``Visit`` that adds the choices of an earlier program to ``choices``: by signature, else by the ONNX nodes.
 
     The signature of a quantized operator covers its scales, which other weights may change. Such an operator is found by its
@@ -55,7 +55,7 @@ class Again:
         if row["signature"] in self.seconds:
             self.seconds[key] = self.seconds[row["signature"]]
 
-    def accounted(self, program: Program) -> None:
+    def keep_record(self, program: Program) -> None:
         """Give the program the earlier record of tactics, refusals included, if it has the same tactics."""
         new = program.meta["tactics"]
         if [_decision(row) for row in new] == [_decision(row) for row in self._old]:
