@@ -161,7 +161,7 @@ def _turned_order(b: Builder, join: _Join) -> tuple[int, ...] | None:
         return None
     if not _filters_channels(b, _sole_producer(b, part)):
         return None
-    n, heads, positions, features = join.type.static_shape
+    _, heads, positions, features = join.type.static_shape
     return (positions * heads * features, features, heads * features, 1)
 
 
