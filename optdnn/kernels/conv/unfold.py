@@ -24,6 +24,8 @@ from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
 THREADS = 256
+WIDE, MOST_ELEMENTS = 8, 64
+"""Bytes of an access that is wide enough for a thread of its own, and most elements of a pixel that one thread holds."""
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
@@ -169,6 +171,46 @@ class Unfold(Tactic):
         _emit_frames(b, op, found, b.target(op.value))
 
 
+def _pixel(x: TensorView, to: TensorView, vec: int) -> int:
+    """Elements of an access of a thread that writes a whole pixel of all taps; 0 if threads should move ``vec`` elements each. ``to``: the
+    result, whose last two axes are those of taps and of their elements."""
+    taps, part = to.shape[-2:]
+    if to.strides[-2:] != (part, 1) or vec * x.dtype.itemsize >= WIDE or taps * part > MOST_ELEMENTS:
+        return 0
+    distances = (to.offset, *(s for n, s in zip(to.shape[:-2], to.strides[:-2], strict=True) if n > 1))
+    return next(n for n in (16, 8, 4, 2, 1) if n * x.dtype.itemsize <= 16 and not any(d % n for d in distances))
+
+
+def _outer(found: Frames, x: TensorView, to: TensorView) -> tuple[list[int], list[list[int]]]:
+    """Sizes and strides, as of :func:`_walk`, of the axes before that of taps."""
+    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides[:-1])]
+    places = [found.step if i == found.axis else 0 for i in range(len(x.shape) - 1)]
+    return merge(to.shape[:-2], [to.strides[:-2], steps, places])
+
+
+def _by_pixels(found: Frames, x: TensorView, to: TensorView, t: str, fill: int, wide: int) -> str:
+    """C++ that moves a pixel of all taps, and stores up to ``wide`` elements at once."""
+    taps, part = to.shape[-2:]
+    apart, channel, size = found.distance * x.strides[found.axis], x.strides[-1], x.shape[found.axis]
+    count, stores, at = taps * part, list[str](), 0
+    while at < count:
+        some = wide
+        while some > count - at or at % some:
+            some //= 2
+        lanes = " ".join(f"v.lane[{j}] = held[{at + j}];" for j in range(some))
+        stores.append(f"{{ Pack<{t}, {some}> v; {lanes} v.store(p.y + to + {at}); }}")
+        at += some
+    newline = "\n    "
+    return f"""{t} held[{count}];
+    #pragma unroll
+    for (int k = 0; k < {taps}; k++) {{
+        const bool inside = n + k * {found.distance} >= 0 && n + k * {found.distance} < {size};
+        #pragma unroll
+        for (int c = 0; c < {part}; c++) held[k * {part} + c] = inside ? p.x[from + k * {apart}LL + c * {channel}LL] : {t}({fill}{"ull" * (fill > 0)});
+    }}
+    {newline.join(stores)}"""
+
+
 def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:
     """The launch that writes a Concat's result to ``out``."""
     x = b.operand(found.x)
@@ -176,7 +218,18 @@ def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:
     pitch = x.strides[found.axis]
     vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
     word = DTYPES[_WORDS[x.dtype.itemsize]]  # elements are only moved
-    t, rank, fill = CPP[word], len(dims), int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
+    t, fill = CPP[word], int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
+    last = normalize_axis(op.attrs.axis, len(out.shape)) == len(out.shape) - 1
+    if last and (pixel := _pixel(x, to, vec)):
+        dims, (sy, sx, sn) = _outer(found, x, to)
+        vec, move = 1, _by_pixels(found, x, to, t, fill, pixel)
+    else:
+        move = f"""Pack<{t}, {vec}> v;
+    #pragma unroll
+    for (int j = 0; j < {vec}; j++) v.lane[j] = {fill}{"ull" * (fill > 0)};
+    if (n >= 0 && n < {x.shape[found.axis]}) v = Pack<{t}, {vec}>(p.x + from);
+    v.store(p.y + to);"""
+    rank = len(dims)
     text = f"""struct Params {{ const {t}* x; {t}* y; u32 count; Size dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
@@ -186,11 +239,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "sn"), ("to", "sy")])}
     wait_for_predecessor();
     if (i >= p.count) return;
-    Pack<{t}, {vec}> v;
-    #pragma unroll
-    for (int j = 0; j < {vec}; j++) v.lane[j] = {fill}{"ull" * (fill > 0)};
-    if (n >= 0 && n < {x.shape[found.axis]}) v = Pack<{t}, {vec}>(p.x + from);
-    v.store(p.y + to);
+    {move}
 }}
 """
     dims[-1] //= vec

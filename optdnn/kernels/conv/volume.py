@@ -250,4 +250,9 @@ def copy_seconds(b: Builder, found: Volume) -> float:
     read, taps = x.static_shape, found.depth.taps
     written = read[0] * found.depth.out * read[2] * read[3] * taps * read[4]
     touched = read[0] * min(read[1], found.depth.out * taps) * read[2] * read[3] * read[4]
-    return (written + touched) * x.dtype.itemsize / MEMORY + LATENCY - OVERLAP
+    return moved_seconds((written + touched) * x.dtype.itemsize)
+
+
+def moved_seconds(bytes: float) -> float:
+    """Predicted seconds of a launch that only reads and writes so many bytes."""
+    return bytes / MEMORY + LATENCY - OVERLAP

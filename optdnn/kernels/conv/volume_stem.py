@@ -16,7 +16,7 @@ from optdnn.kernels.conv.hopper import planar
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem import StemConv, no_operands, no_tile
 from optdnn.kernels.conv.stem_input import pixel_source
-from optdnn.kernels.conv.volume import Volume, channels_second, copy_seconds, volume_of, with_volumes
+from optdnn.kernels.conv.volume import Volume, channels_second, copy_seconds, moved_seconds, volume_of, with_volumes
 from optdnn.kernels.tactic import Region
 from optdnn.runtime.cuda.gpu_facts import no_kernels
 from optdnn.types import Array
@@ -43,7 +43,10 @@ class VolumeStem(StemConv):
         return no_tile(b, self._problem(b, op))
 
     def _moving_seconds(self, b: Builder, op: Op) -> float:
-        return copy_seconds(b, self._volume(b, op))
+        """Those of the copy, and of the conversion before it: this kernel reads what is converted."""
+        found, read = self._volume(b, op), self._source(b, op)
+        own, item = copy_seconds(b, found), b.graph.type(found.x).dtype.itemsize
+        return own if read.dtype.itemsize == item else own + moved_seconds(read.size * (read.dtype.itemsize + item))
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that make the image."""

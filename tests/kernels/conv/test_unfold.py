@@ -19,6 +19,8 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import Builder, unmade
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
@@ -58,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zeros given": {"value": 0.0},
     "a number": {"value": 1.5},
     "minus zero": {"value": -0.0, "pads": (0, 2)},
+    "pixels of three channels": {"shape": (2, 8, 3, 3), "pads": (1, 1), "count": 4, "step": 2},
+    "pixels of one channel": {"shape": (1, 9, 5, 1), "pads": (3, 3), "count": 9, "starts": range(7), "value": 0.5},
 }
 
 
@@ -127,13 +131,28 @@ def test_integers_move_as_they_are(value: int | None) -> None:
 
 
 def test_sixteen_bytes_are_moved_at_once() -> None:
-    """16 bytes if the channels allow it, else one element."""
+    """16 bytes if the channels allow it. Else a thread stores the channels of all taps of a pixel, in few accesses."""
     program = lowered(sliding((2, 5, 3, 8)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
     assert "Pack<u16, 8>" in kernel.generated["generated.cuh"]
     program = lowered(sliding((2, 5, 3, 7)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
-    assert "Pack<u16, 1>" in kernel.generated["generated.cuh"]
+    text = kernel.generated["generated.cuh"]
+    assert "u16 held[21];" in text
+    assert [text.count(f"Pack<u16, {n}>") for n in (8, 4, 2, 1)] == [2, 1, 0, 1]
+    program = lowered(sliding((2, 25, 3, 7), count=16, starts=range(10)), "fp16")
+    (kernel,) = (k for k in program.kernels if k.function == "frames")
+    assert "Pack<u16, 1>(p.x + from)" in kernel.generated["generated.cuh"]  # 70 elements would not fit its registers
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("channels", "taps"), [(3, 3), (3, 7), (1, 64), (9, 7)])
+def test_pixels_stay_in_registers(channels: int, taps: int) -> None:
+    graph = sliding((2, taps + 4, 3, channels), count=4, pads=(1, 1), starts=range(taps))
+    (kernel,) = (k for k in lowered(graph, "fp16", "cuda:sm_90a").kernels if k.function == "frames")
+    found = nvrtc.resources(recipe_of(kernel))["frames"]
+    assert found.spill_bytes == 0
+    assert found.registers <= 128
 
 
 @pytest.mark.parametrize(
