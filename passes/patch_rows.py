@@ -1,9 +1,9 @@
 """Patch embeddings become products of patches with a matrix, in the order in which their readers expect the patches.
 
-A convolution whose stride is its kernel size multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its
-readers want positions as rows and channels last; a convolution would compute another order, which would be copied. If the
-convolution pads the image (ViTPose), or if its last pixels are in no window, a Pad first changes the image to a whole number of
-patches. If the patches are cut already, they become rows of a product for any readers.
+A convolution whose stride is its kernel size multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin), also of
+videos (ViViT, VideoMAE). Its readers want positions as rows and channels last; a convolution would compute another order, to be
+copied. If the convolution pads the image (ViTPose), or if its last pixels are in no window, a Pad first changes the image to a
+whole number of patches. If the patches are cut already, they become rows of a product for any readers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from optdnn.ops.index import PadAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, RequantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    channels_to_last,
+    integers,
+    operand,
+    producer,
+    reshape_target,
+    reshaped,
+    shape_of,
+)
 from optdnn.passes.support.products import multiplied
 from optdnn.types import Array, Shape
 
@@ -30,19 +39,19 @@ LEAST = 32
 """Fewest elements of a patch (rows of the matrix) for which the product pays."""
 FEW_CHANNELS = 16
 """Convolutions of 8-bit integers with fewer channels than this multiply zeros."""
-ORDER = (0, 2, 4, 1, 3, 5)
-"""Permutation to batch, rows, columns, channels, kernel rows, kernel columns."""
+IMAGES_AND_VIDEOS = (4, 5)
+"""Ranks of filters."""
 
 
 @rule("patch_rows", {"Conv"})
 def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """Conv, then Transpose(0, 2, 3, 1), or Reshape to (B, C, positions) and Transpose(0, 2, 1)."""
+    """Conv, then a Transpose that moves the channels last, or Reshape to (B, C, positions) and Transpose(0, 2, 1)."""
     weight, a = graph.constant_value(op.input(1)), op.attrs
-    if weight is None or weight.ndim != 4 or a.group != 1:
+    if weight is None or weight.ndim not in IMAGES_AND_VIDEOS or a.group != 1:
         return None
-    kh, kw = weight.shape[2:]
+    kernel = weight.shape[2:]
     plain = not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
-    if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
+    if tuple(a.strides) != kernel or any(d != 1 for d in a.dilations) or math.prod(kernel) == 1 or not plain:
         return None
     turns = _turned(graph, op)
     x = operand(op)
@@ -158,8 +167,8 @@ def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
-Sizes = tuple[int, int, int, int]
-"""Patches and pixels per patch along the height, then along the width."""
+Sizes = tuple[int, ...]
+"""Patches, and pixels per patch, along each axis in turn."""
 
 
 def _whole(graph: Graph, op: Op, weight: Array, a: ConvAttrs | QuantizedConvAttrs) -> Targets | Miss | None:
@@ -173,7 +182,7 @@ def _whole(graph: Graph, op: Op, weight: Array, a: ConvAttrs | QuantizedConvAttr
     sizes = _cut(before, weight)
     if isinstance(sizes, Miss):
         return sizes
-    targets = _targets(before, sizes, (before[0], sizes[0], sizes[2], weight[0].size))
+    targets = _targets(before, sizes, (before[0], *sizes[::2], weight[0].size))
     return Miss("no constant target can express how the image is cut") if targets is None else targets
 
 
@@ -181,9 +190,10 @@ def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Siz
     """The region that the convolution's windows cover: its shape, its division into patches, and the pads from the image to it.
 
     Negative pads crop. A Miss if the region cannot be cut."""
-    before, after = (0, 0, *pads[:2]), [0, 0, *pads[2:]]
+    half = len(pads) // 2
+    before, after = (0, 0, *pads[:half]), [0, 0, *pads[half:]]
     dims = list(image)
-    for axis, size in zip((2, 3), weight.shape[2:], strict=True):
+    for axis, size in enumerate(weight.shape[2:], 2):
         whole = dims[axis]
         if isinstance(whole, int):
             rest = (whole + before[axis] + after[axis]) % size
@@ -195,24 +205,31 @@ def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Siz
 
 def _cut(image: Shape, weight: Array) -> Sizes | Miss:
     """The division of an image into patches of the filter's size, or a Miss with the reason."""
-    (height, width), (kh, kw) = image[2:], weight.shape[2:]
-    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
-        return Miss("its windows are not known to cover the image")
+    sizes = list[int]()
+    for whole, size in zip(image[2:], weight.shape[2:], strict=True):
+        if not isinstance(whole, int) or whole % size:
+            return Miss("its windows are not known to cover the image")
+        sizes += [whole // size, size]
     if weight[0].size < LEAST:
         return Miss(f"a patch has {weight[0].size} elements, too few for a product")
-    return height // kh, kh, width // kw, kw
+    return tuple(sizes)
 
 
 def _targets(image: Shape, sizes: Sizes, rows: Shape) -> Targets | None:
     """The targets of the two Reshapes around the Transpose that cuts an image into patches; None if one cannot be constant."""
     split = (*image[:2], *sizes)
-    cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in ORDER), rows)
+    cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in _order(len(split))), rows)
     return None if cut is None or joined is None else (cut, joined)
+
+
+def _order(rank: int) -> tuple[int, ...]:
+    """Permutation of a cut image to batch, patches along each axis, channels, pixels along each axis."""
+    return (0, *range(2, rank, 2), 1, *range(3, rank, 2))
 
 
 def _rows(patch: Patch, x: Value, cut: tuple[int, ...], joined: tuple[int, ...], rounds: Op | None = None) -> Value:
     """The patches of an image as rows. One launch cuts them and rounds them as the QuantizeLinear ``rounds`` does."""
-    y = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(ORDER))
+    y = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(_order(len(cut))))
     if rounds is not None:
         y = patch.add("QuantizeLinear", [y, *rounds.inputs[1:]], rounds.attrs)
     return reshaped(patch, y, joined)
@@ -226,7 +243,8 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
     """The ops after a convolution that put its channels last, each the sole user of the one before."""
     last, result = graph.sole_user(conv.value), conv.outputs[0].type.shape
     if last is None or last.kind not in RESHAPES:
-        return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == (0, 2, 3, 1) else None
+        turn = None if result is None else channels_to_last(len(result))
+        return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == turn else None
     shape = last.outputs[0].type.shape
     if shape is None or result is None or len(shape) != 3 or shape[:2] != result[:2]:
         return None

@@ -66,8 +66,8 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
 
 
 def _rows(graph: Graph, view: View, images: tuple[int, ...]) -> tuple[int, bool] | None:
-    """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several heads; else None. A
-    base that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors.
+    """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several heads; else None.
+    A base that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors.
 
     The heads of a single picture are images without a copy. Those of a video are not all that a kernel needs: its volumes are
     interleaved."""

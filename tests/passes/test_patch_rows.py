@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated, kinds
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
@@ -16,28 +17,40 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import IntegerConvAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.support.facts import channels_to_last
 from optdnn.types import FP32
 
 
 def embedding(
-    *, channels: int = 3, size: Any = (8, 12), patch: int = 4, flat: bool = True, bias: bool = True, batch: Any = 2,
-    pads: int | Sequence[int] = 0, twice: bool = False,
+    *, channels: int = 3, size: Any = (8, 12), patch: Any = 4, flat: bool = True, bias: bool = True, batch: Any = 2,
+    pads: int | Sequence[int] = 0, twice: bool = False, dtype: Any = np.float64,
 ) -> Graph:  # fmt: skip
-    """A patch embedding of a ViT (``flat``) or of a Swin."""
-    n = Net(np.float64)
+    """A patch embedding of a ViT (``flat``) or of a Swin, of images or of videos."""
+    n = Net(dtype)
     y = n.conv(n.input(batch, channels, *size), 6, patch, pads=pads, strides=patch, bias=bias)
     more = [n.op("Relu", y)] if twice else []
     if flat:
         y = n.op("Reshape", y, n.ints(0, 6, -1))
-    z = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1) if flat else (0, 2, 3, 1)))
+    z = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1) if flat else channels_to_last(2 + len(size))))
     return n.done(z, *more)
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_patches_are_rows_of_a_product(flat: bool, bias: bool) -> None:
+@pytest.mark.parametrize("size", [(8, 12), (4, 8, 12)])
+def test_patches_are_rows_of_a_product(size: tuple[int, ...], flat: bool, bias: bool) -> None:
+    patch = (2, 4, 4)[-len(size) :]
     kinds = {"Reshape": 2, "Transpose": 1, "MatMul": 1} | ({"Add": 1} if bias else {})
-    check_pass(PatchEmbedding(), embedding(flat=flat, bias=bias), changes=1, kinds=kinds)
+    graph = embedding(size=size, patch=patch, flat=flat, bias=bias)
+    check_pass(PatchEmbedding(), graph, changes=1, kinds=kinds)
+
+
+def test_tubelets_are_copied_once() -> None:
+    """The copy also converts the video."""
+    found = kinds(
+        check_simulated(embedding(size=(4, 8, 16), patch=(2, 4, 8), dtype=np.float32), "fp16", tolerance=1e-2)
+    )
+    assert found == ["Pointwise", "Conv", "Pointwise"]  # the last one converts the result
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class Net:
         kernel: int | Sequence[int] = 3,
         *,
         pads: int | Sequence[int] = 1,
-        strides: int = 1,
+        strides: int | Sequence[int] = 1,
         dilations: int = 1,
         group: int = 1,
         bias: bool = False,
@@ -96,7 +96,8 @@ class Net:
         fan_in = c // group * math.prod(k)
         w = self.random(channels, c // group, *k, scale=1 / math.sqrt(fan_in))
         more = [self.random(channels)] if bias else []
-        attrs = ConvAttrs((strides,) * rank, p, (dilations,) * rank, group, auto_pad)
+        steps = (strides,) * rank if isinstance(strides, int) else tuple(strides)
+        attrs = ConvAttrs(steps, p, (dilations,) * rank, group, auto_pad)
         return self.op("Conv", x, w, *more, attrs=attrs)
 
     def conv_transpose(
