@@ -52,6 +52,7 @@ from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.program import Program
+from optdnn.shapes.profile_sizes import check_profiles
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Optimized, Source
 from optdnn.targets.beginning import beginning
@@ -189,6 +190,7 @@ def _build(
             planned = target.plan_sizes(source, graph, options, checked, precision_log, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
+        check_profiles(graph)
         with _timed(seconds, "passes"):
             passes, mixture = _run_passes(graph, options, target, like, precision_log, say)
     build_alone = partial(

@@ -76,12 +76,14 @@ def _beside_others(graph: Graph, op: Op, besides: Sequence[str] = ()) -> bool:
 @rule("conversion_after_views", {"Gemm", "MatMul"})
 def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
     """A conversion to 16-bit floats moves behind the last Transpose between it and a product, as for the patches of a vision
-    transformer's image: then one launch converts and reorders."""
-    views = path_to(graph, operand(op), VIEWS, alone=True)
+    transformer's image: then one launch converts and reorders. Slices in front of it only crop: fewer elements are converted."""
+    views = path_to(graph, operand(op), VIEWS | {"Slice"}, alone=True)
     cast = graph.op(operand(views[-1])) if views else None
     last = next((k for k, view in enumerate(views) if view.kind == "Transpose"), None)
     if cast is None or last is None or _converts(graph, cast) != "narrows":
         return None
+    if any(view.kind == "Slice" for view in views[:last]):
+        return Miss("it would convert elements that a Slice behind the last Transpose leaves out")
     views = views[last:]  # a Reshape behind the last Transpose is a view of the converted elements
     if graph.sole_user(cast.value) is None:
         return Miss(f"{cast.name} has other readers")

@@ -31,6 +31,7 @@ from optdnn.passes.support.facts import (
     reshape_target,
     reshaped,
     shape_of,
+    sliced,
 )
 from optdnn.passes.support.products import multiplied
 from optdnn.types import Array, Shape
@@ -70,8 +71,7 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("no constant target can express how the image is cut")
 
     def build(patch: Patch) -> Value:
-        image = patch.add("Pad", [x, integers(patch, pads, "patches.pads")], PadAttrs()) if any(pads) else x
-        return multiplied(patch, _rows(patch, image, *targets), _matrix(weight), bias)
+        return multiplied(patch, _rows(patch, _framed(patch, x, before, pads), *targets), _matrix(weight), bias)
 
     return Match((op, *turns), build, turns[-1].value)
 
@@ -201,6 +201,18 @@ def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Siz
             dims[axis] = whole + before[axis] + after[axis]
     sizes = _cut(tuple(dims), weight)
     return sizes if isinstance(sizes, Miss) else (tuple(dims), sizes, [*before, *after])
+
+
+def _framed(patch: Patch, x: Value, shape: Shape, pads: Sequence[int]) -> Value:
+    """The region of an image of this shape that windows cover. If it is only cropped, Slices do it: the launch that cuts patches
+    reads them in place."""
+    if any(n > 0 for n in pads):
+        return patch.add("Pad", [x, integers(patch, pads, "patches.pads")], PadAttrs())
+    for axis, size in enumerate(shape):
+        before, after = pads[axis], pads[axis + len(shape)]
+        if (before or after) and isinstance(size, int):
+            x = sliced(patch, x, -before, size + after, axis)
+    return x
 
 
 def _cut(image: Shape, weight: Array) -> Sizes | Miss:

@@ -8,9 +8,9 @@ for another shape is made from it when such an input is first seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ import numpy as np
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import BuildOptions, Progress
 from optdnn.custom import PREFIX, known
-from optdnn.dim import DimLike, evaluate
 from optdnn.dim_text import lone
-from optdnn.errors import EngineError, OptdnnError, ShapeError, UsageError
+from optdnn.errors import EngineError, ShapeError, UsageError
 from optdnn.importers.model import Model, Source
 from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.importers.values import with_values
@@ -35,14 +34,14 @@ from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import PrecisionLog
-from optdnn.ranges import DimRange, Profile
+from optdnn.ranges import Profile
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.file.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program, agree
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.shapes.plan_base import Base, Blobs, Common, plans_of
-from optdnn.shapes.plan_sizes import working
+from optdnn.shapes.profile_sizes import OPTIMUM_AND_ENDS, Shapes, located, range_text, shape_text, shown, sized
 from optdnn.target_name import TargetName
 from optdnn.tuning.first_run import Tried, finish
 from optdnn.tuning.nearest import Nearest
@@ -50,7 +49,6 @@ from optdnn.tuning.result import Tuned
 from optdnn.types import Array, TensorSpec
 
 Choose = Callable[[Graph], Tuned | None]
-Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta for how its tactics were chosen; and the value of one that was tuned."""
@@ -97,19 +95,20 @@ def plan_profiles(
     specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
     base = Base.of(opened, specs, options, common)
     blobs = Blobs(common)
+    fits = partial(base.at, options=options)
     plans: dict[tuple[Any, ...], Program] = {}
     first: tuple[Graph, list[PassReport]] | None = None
     first_runs: list[Tried] = []
     arena = 0
     for k, profile in enumerate(symbolic.profiles):
-        opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
+        opt, *extremes = (sized(symbolic, profile, which) for which in OPTIMUM_AND_ENDS)
         if tuple(opt.items()) not in plans:
-            say(f"plan {_show(opt)}")
+            say(f"plan {shown(opt)}")
             kept = ConstantCache(shared=common)
-            with _located(symbolic, base, options, k, opt):
+            with located(symbolic, k, opt, fits):
                 graph, passes = _optimized(base, opt, options, say, kept, precision_log if first is None else None)
             facts = meta(graph, passes)
-            with _located(symbolic, base, options, k, opt):
+            with located(symbolic, k, opt, fits):
                 prior = like[len(plans)] if like else None
                 tuned = choose(graph) if prior is None else None
                 program, tried = finish(graph, options, gpu, facts, say, tuned, kept, prior)
@@ -120,9 +119,9 @@ def plan_profiles(
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
         for shapes in extremes:  # raise errors now instead of at the first such input
-            say(f"try {_show(shapes)}")
+            say(f"try {shown(shapes)}")
             quick, kept = replace(options, no_cubins=True, dump=None), ConstantCache(shared=common)
-            with _located(symbolic, base, options, k, shapes):
+            with located(symbolic, k, shapes, fits):
                 graph, passes = _optimized(base, shapes, quick, say, kept)
                 plan = lower_cuda(graph, quick, gpu, meta(graph, passes), say, constants=kept)
             arena = max(arena, plan.arena_bytes)
@@ -143,12 +142,12 @@ def plan_profiles(
 
 def _check_ranks(outputs: Sequence[TensorSpec], plans: Mapping[tuple[Any, ...], Program]) -> None:
     """Raise ShapeError if the plans give an output different ranks."""
-    first = _show(dict(next(iter(plans))))
+    first = shown(dict(next(iter(plans))))
     for shapes, plan in plans.items():
         for spec, (own, _) in zip(outputs, plan.outputs, strict=True):
             if len(own.shape) != len(spec.shape):
                 raise ShapeError(
-                    f"output {spec.name!r} has {len(spec.shape)} axes for {first}, but {len(own.shape)} for {_show(dict(shapes))}",
+                    f"output {spec.name!r} has {len(spec.shape)} axes for {first}, but {len(own.shape)} for {shown(dict(shapes))}",
                     hint="build an engine for each of these profiles",
                 )
 
@@ -163,52 +162,6 @@ def _held_source(options: BuildOptions, data: bytes, weights: Mapping[str, Array
     numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
     ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
     return HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, carried, ranges)
-
-
-@contextmanager
-def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes: Shapes) -> Iterator[None]:
-    """An error in a ``with`` block of this names the profile, the sizes, and the sizes that the model takes."""
-    try:
-        yield
-    except OptdnnError as error:
-        error.message = f"profile {k}, at {_show(shapes)}: {error.message}"
-        error.hint = error.hint or _better_sizes(symbolic, base, options, symbolic.profiles[k])
-        error.args = (error.message,)
-        raise
-
-
-def _better_sizes(symbolic: Graph, base: Base, options: BuildOptions, profile: Profile) -> str | None:
-    """A hint at ranges that the model takes; None where it takes the given ones, as far as shapes go."""
-    ports = [symbolic.op(i).outputs[0] for i in symbolic.inputs]
-
-    def fits(sizes: Mapping[str, int]) -> None:
-        base.at({p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}, options)
-
-    found = working(profile, fits)
-    if found is None or found == profile:
-        return (
-            None
-            if found
-            else "give sizes that the model takes: --shape NAME=MIN..OPT..MAX for each dimension that varies"
-        )
-    given = [f"--shape {p.name}={_shape_text(p.type.dims, lambda name: _range_text(found[name]))}" for p in ports]
-    return "the model takes " + " ".join(given)
-
-
-def _shape_text(shape: Sequence[DimLike], range_of: Callable[[str], str]) -> str:
-    """A shape in the syntax of ``--shape``. ``range_of`` gives the text of a symbol; ? is a size that follows from others."""
-
-    def text(d: DimLike) -> str:
-        if isinstance(d, int):
-            return str(d)
-        name = lone(d)
-        return "?" if name is None else range_of(name)
-
-    return "x".join(map(text, shape)) or "scalar"
-
-
-def _range_text(r: DimRange) -> str:
-    return str(r.opt) if r.min == r.max else str(r)
 
 
 def by_value(
@@ -338,7 +291,7 @@ def plain_options(options: BuildOptions) -> dict[str, Any] | None:
 def optimum(symbolic: Graph) -> Shapes:
     """The shapes of the inputs at the optimum of the first profile. Raises UsageError where a dimension has no range."""
     _need_ranges(symbolic)
-    return _sized(symbolic, symbolic.profiles[0], "opt")
+    return sized(symbolic, symbolic.profiles[0], "opt")
 
 
 def _need_ranges(graph: Graph) -> None:
@@ -348,27 +301,17 @@ def _need_ranges(graph: Graph) -> None:
         for d in out.type.shape or ():
             name = lone(d)  # an expression of symbols needs no range: each symbol is a dimension elsewhere
             if name is not None and not all(name in p for p in graph.profiles):
-                dims = _shape_text(out.type.dims, lambda n: _range_text(given[n]) if n in given else "1..8..32")
+                dims = shape_text(out.type.dims, lambda n: range_text(given[n]) if n in given else "1..8..32")
                 raise UsageError(
                     f"dimension {d} of input {out.name!r} has no range in every profile",
                     hint=f"plans for GPUs need one: --shape {out.name}={dims}",
                 )
 
 
-def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
-    sizes = {name: getattr(r, which) for name, r in profile.items()}
-    ports = [graph.op(i).outputs[0] for i in graph.inputs]
-    return {p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}
-
-
 def _ports(graph: Graph) -> list[TensorSpec]:
     """The inputs without their shapes, where their rank is unknown."""
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     return [TensorSpec(p.name, p.type.dtype, ()) for p in ports]
-
-
-def _show(shapes: Mapping[str, Sequence[int]]) -> str:
-    return ", ".join(f"{name}={'x'.join(map(str, dims)) or 'scalar'}" for name, dims in shapes.items())
 
 
 def _spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:

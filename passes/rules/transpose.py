@@ -26,6 +26,7 @@ from optdnn.passes.support.facts import (
     reshape_target,
     with_rank,
 )
+from optdnn.passes.support.size_values import follows_from_sizes
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -61,8 +62,9 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it are exchanged, if this pays on every path after the Transpose.
 
     A path pays if it leads to another Transpose or to a reduction that leaves nothing to transpose. It pays if it leads to an op
-    that reads two transposed values: two Transposes become one. It also pays if the op can become a stage of the convolution or
-    matrix product before the Transpose. A Transpose only moves toward the outputs, so this terminates.
+    that reads two transposed values: two Transposes become one (values that follow from sizes do not count). It also pays if the
+    op can become a stage of the convolution or matrix product before the Transpose. A Transpose only moves toward the outputs, so
+    this terminates.
     """
     if op.attrs.perm is None:
         return None
@@ -109,7 +111,9 @@ def pays(graph: Graph, op: Op, *others: Op) -> bool:
         waiting.remove(user)
         moved = {operand(user, i) for i in passage.moved}
         parts = parts or len(moved & turned.keys()) > 1
-        if passage.perm is None or any(graph.sole_user(v) is not None for v in moved - turned.keys()):
+        if passage.perm is None or _joins(
+            graph, op, [v for v in moved - turned.keys() if graph.sole_user(v) is not None]
+        ):
             continue
         readers = graph.users(user.value)
         if not readers:
@@ -119,6 +123,13 @@ def pays(graph: Graph, op: Op, *others: Op) -> bool:
         waiting += [u for u in readers if u.kind != "Transpose" and u not in waiting]
         undone = undone and all(u.attrs.perm == undo(passage.perm) for u in readers if u.kind == "Transpose")
     return undone or not parts
+
+
+def _joins(graph: Graph, op: Op, met: Sequence[Value]) -> bool:
+    """Whether the Transpose ``op`` and those that compute ``met`` become one.
+
+    Those of values that follow from sizes do not count: at given sizes they are constants, which need no Transpose."""
+    return bool(met) and sum(not follows_from_sizes(graph, v) for v in (op.value, *met)) > 1
 
 
 def undo(perm: Perm) -> Perm:

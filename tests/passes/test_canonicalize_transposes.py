@@ -82,6 +82,16 @@ def test_two_transposes_become_one_where_values_join() -> None:
     check_pass(CANON, n.done(n.op("Mul", a, b)), changes=1, kinds={"Mul": 1, "Transpose": 1})
 
 
+def test_positions_that_follow_from_sizes_keep_their_transpose() -> None:
+    """At given sizes they are a constant, and one Transpose stays either way. Behind the addition it would part it from a norm."""
+    n = Net()
+    x = n.input(2, 3, N)
+    places = n.op("CumSum", n.op("Expand", n.const([1.0]), n.op("Shape", x)), n.const(2, np.int64))
+    waves = n.op("Sin", places)
+    y = n.op("Add", n.transposed(x, 0, 2, 1), n.transposed(waves, 0, 2, 1))
+    check_refused(CANON, n.done(y), because="reaches no other transpose", rule="sink_transpose")
+
+
 def test_transposes_meet_across_a_concat_a_pad_and_a_softmax() -> None:
     n = Net()
     a, b = n.transposed(n.input(2, 3, 4, 5), *NHWC), n.transposed(n.input(2, 2, 4, 5, name="b"), *NHWC)

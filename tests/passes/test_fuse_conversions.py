@@ -160,7 +160,21 @@ def test_a_conversion_moves_behind_the_last_transpose() -> None:
     assert cast.outputs[0].type.dims == (1, 2, 2, 3, 4, 4)
 
 
+def test_a_conversion_moves_behind_slices_before_the_transpose() -> None:
+    n = Net()
+    x = n.sliced(to(n, n.input(1, 3, 8, 11), FP16), 0, 8, 3)
+    after, _ = check_pass(
+        FuseConversions(), n.done(embedded(n, patches(n, x))), changes=1, rules={"conversion_after_views": 1}, context=CUDA,
+        promoted_changes=0, kinds={"Cast": 1, "Slice": 1, "Reshape": 2, "Transpose": 1, "MatMul": 1},
+    )  # fmt: skip
+    (cast,) = after.of_kind("Cast")
+    assert after.op(cast.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+
+
 def test_other_conversions_before_views_stay() -> None:
+    n = Net()
+    rows = n.sliced(patches(n, to(n, n.input(1, 3, 8, 8), FP16)), 0, 2, 1)
+    check_refused(FuseConversions(), n.done(embedded(n, rows)), because="leaves out", context=CUDA)
     n = Net()
     x = to(n, n.input(1, 3, 8, 8), FP16)
     check_refused(
@@ -174,10 +188,12 @@ def test_other_conversions_before_views_stay() -> None:
     check_untouched(FuseConversions(), n.done(embedded(n, rows)), context=CUDA)
 
 
-def test_the_launches_of_a_patch_embedding() -> None:
+@pytest.mark.parametrize("width", [32, 35])
+def test_the_launches_of_a_patch_embedding(width: int) -> None:
+    """Columns that no patch covers cost no launch."""
     n = Net()
     x = n.op(
-        "Conv", n.input(1, 3, 32, 32), n.random(64, 3, 4, 4, scale=0.1), attrs=ConvAttrs((4, 4), (0,) * 4, (1, 1), 1)
+        "Conv", n.input(1, 3, 32, width), n.random(64, 3, 4, 4, scale=0.1), attrs=ConvAttrs((4, 4), (0,) * 4, (1, 1), 1)
     )
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(1, 64, 64)), attrs=TransposeAttrs((0, 2, 1)))
     y = n.op("LayerNormalization", rows, n.positive(64), n.random(64), attrs=LayerNormAttrs(-1))

@@ -63,7 +63,6 @@ def test_tubelets_are_copied_once() -> None:
             (1, 0, 0, 0),
             [0, 0, 1, 0, 0, 0, -3, -1],
         ),  # the last three rows and the last column are read by no window
-        ((8, 13), 0, [0, 0, 0, 0, 0, 0, 0, -1]),
     ],
 )
 def test_an_image_is_brought_to_whole_patches(
@@ -73,6 +72,19 @@ def test_an_image_is_brought_to_whole_patches(
     graph, _ = check_pass(PatchEmbedding(), embedding(size=size, pads=pads), changes=1, kinds=kinds)
     (pad,) = graph.of_kind("Pad")
     assert graph.constant_value(pad.input(1)).tolist() == added
+
+
+@pytest.mark.parametrize(
+    ("size", "pads", "cuts"),
+    [((8, 13), 0, [(0, 12, 3)]), ((11, 13), 0, [(0, 8, 2), (0, 12, 3)]), ((13, 12), (-4, 0, 0, 0), [(4, 12, 2)])],
+)
+def test_an_image_that_is_only_cropped_is_sliced(
+    size: tuple[int, int], pads: int | Sequence[int], cuts: list[tuple[int, int, int]]
+) -> None:
+    kinds = {"Slice": len(cuts), "Reshape": 2, "Transpose": 1, "MatMul": 1, "Add": 1}
+    graph, _ = check_pass(PatchEmbedding(), embedding(size=size, pads=pads), changes=1, kinds=kinds)
+    slices = [op for op in graph.order() if op.kind == "Slice"]
+    assert [tuple(int(graph.constant_value(op.input(i))[0]) for i in (1, 2, 3)) for op in slices] == cuts
 
 
 def test_a_symbolic_batch() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx.parser
 import pytest
 
 import optdnn
-from optdnn.errors import ShapeError, UsageError
+from optdnn.errors import RunError, ShapeError, UsageError
 from optdnn.ranges import DimRange
 from optdnn.shapes import plan_sizes, plans
 from optdnn.shapes.plan_sizes import working
@@ -53,6 +54,11 @@ SPLIT = (
     """<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[k] y) <int64[1] s = {4}> { y = Split(x, s) }"""
 )
 
+LOOP = """<ir_version: 8, opset_import: ["": 17]> g (int64 trips, float[n] x) => (float[n] y) {
+  go = Constant<value = bool {1}>()
+  y = Loop<body = b (int64 i, bool c, float[m] a) => (bool d, float[m] e) { d = Identity(c)  e = Add(a, a) }>(trips, go, x)
+}"""
+
 
 @pytest.mark.parametrize(
     ("text", "shapes", "message", "hint"),
@@ -63,13 +69,33 @@ SPLIT = (
         (SPLIT, {"x": "1..6..9"}, "profile 0, at x=6: .*do not add up", "the model takes --shape x=4"),
     ],
 )  # fmt: skip
-def test_the_error_says_which_sizes_to_give(text: str, shapes: Any, message: str, hint: str) -> None:
+@pytest.mark.parametrize("target", ["simulate", "reference", "cpu"])
+def test_the_error_says_which_sizes_to_give(target: str, text: str, shapes: Any, message: str, hint: str) -> None:
     model = onnx.parser.parse_model(text)
     with pytest.raises(ShapeError, match=message) as caught:
-        optdnn.build(model, target="simulate", shapes=shapes)
+        optdnn.build(model, target=target, shapes=shapes)
     assert caught.value.hint == hint
     given = dict(part.split("=", 1) for part in hint.removeprefix("the model takes --shape ").split(" --shape "))
-    optdnn.build(model, target="simulate", shapes=given)
+    optdnn.build(model, target=target, shapes=given)
+
+
+def test_a_second_profile_is_checked_and_named() -> None:
+    shapes = [{"x": "4..8..16", "z": "1..2..4x2"}, {"x": "2..2..3", "z": "8..9..9x2"}]
+    with pytest.raises(ShapeError, match=r"profile 1, at x=2, z=9x2: .*Gather index 3"):
+        optdnn.build(onnx.parser.parse_model(GATHER), target="reference", shapes=shapes)
+
+
+def test_a_profile_with_an_open_dimension_is_not_checked() -> None:
+    engine = optdnn.build(onnx.parser.parse_model(GATHER), target="reference", shapes={"x": "1..8..16"})
+    with pytest.raises(RunError, match="index 3 is out of bounds"):
+        engine.run({"x": np.ones(2, np.float32), "z": np.ones((1, 2), np.float32)})
+
+
+def test_a_network_with_a_loop_is_not_checked() -> None:
+    model = onnx.parser.parse_model(LOOP)
+    engine = optdnn.build(model, target="reference", shapes={"x": "1..4..8"})
+    feeds = {"trips": np.int64(2), "x": np.arange(4, dtype=np.float32)}
+    assert engine.run(feeds)["y"].tolist() == [0, 4, 8, 12]
 
 
 def test_without_such_sizes_it_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
