@@ -255,8 +255,8 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
     """The ops after a convolution that put its channels last, each the sole user of the one before."""
     last, result = graph.sole_user(conv.value), conv.outputs[0].type.shape
     if last is None or last.kind not in RESHAPES:
-        turn = None if result is None else channels_to_last(len(result))
-        return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == turn else None
+        perm = None if result is None else channels_to_last(len(result))
+        return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == perm else None
     shape = last.outputs[0].type.shape
     if shape is None or result is None or len(shape) != 3 or shape[:2] != result[:2]:
         return None

@@ -54,7 +54,11 @@ def located(symbolic: Graph, k: int, shapes: Shapes, fits: Callable[[Shapes], ob
 
 def _better_sizes(symbolic: Graph, profile: Profile, fits: Callable[[Shapes], object]) -> str | None:
     """A hint at ranges that the network takes; None where it takes the given ones, as far as shapes go."""
-    found = working(profile, lambda sizes: fits(_shapes(symbolic, sizes)))
+
+    def taken(sizes: Mapping[str, int]) -> None:
+        fits(_shapes(symbolic, sizes))
+
+    found = working(profile, taken)
     if found == profile:
         return None
     if found is None:

@@ -69,8 +69,8 @@ def _rows(graph: Graph, view: View, images: tuple[int, ...]) -> tuple[int, bool]
     """(heads, whether the base of ``view`` has tokens of all heads), if the images are a view of it with several heads; else None.
     A base that has heads of tokens must be a part of a transposed tensor where the heads of a position are neighbors.
 
-    The heads of a single picture are images without a copy. Those of a video are not all that a kernel needs: its volumes are
-    interleaved."""
+    The heads of a single picture are images without a copy, so they stay. Those of a single video would be interleaved volumes,
+    which fewer kernels read."""
     items, features, *places = images
     least = 1 if len(places) > 2 else 2
     whole, last = View(view.base, view.before), view.before[-1]
@@ -82,10 +82,10 @@ def _rows(graph: Graph, view: View, images: tuple[int, ...]) -> tuple[int, bool]
     outer = [n for n in view.before[:-3] if n != 1]
     if len(view.before) < 4 or len(outer) > 1:
         return None
-    batch, heads = outer[0] if outer else 1, view.before[-3]
-    if not isinstance(batch, int) or not isinstance(heads, int) or batch < least or heads < 2 or batch * heads != items:
+    batch, apart = outer[0] if outer else 1, view.before[-3]
+    if not isinstance(batch, int) or not isinstance(apart, int) or batch < least or apart < 2 or batch * apart != items:
         return None
-    return (heads, False) if _is_images(whole, view, images) and _are_neighbors(graph, view.base, heads) else None
+    return (apart, False) if _is_images(whole, view, images) and _are_neighbors(graph, view.base, apart) else None
 
 
 def _is_images(heads: View, view: View, images: tuple[int, ...]) -> bool:
@@ -102,4 +102,4 @@ def _are_neighbors(graph: Graph, part: Value, heads: int) -> bool:
     perm = op.attrs.perm if op.kind == "Transpose" else None
     if perm is None or perm[-1] != len(perm) - 1:
         return False
-    return graph.type(op.value).dims[perm.index(len(perm) - 2)] == heads
+    return bool(graph.type(op.value).dims[perm.index(len(perm) - 2)] == heads)
