@@ -73,10 +73,11 @@ class _Bias:
 def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     """``softmax(q k + sum of q R_axis)`` is ``softmax([q, q R] [k, ones])``, with ``q R`` of one product for all axes."""
     more = any(v is not None for v in op.inputs[4:])
-    if op.input(3) is None or op.attrs.softcap or more:
+    if op.input(3) is None or op.attrs.softcap or op.attrs.scale == 0 or more:
         return None
     q, k = (sizes_of(graph, operand(op, slot)) for slot in (0, 1))
-    if q is None or k is None or any(graph.use_count(Value(op.id, port)) for port in range(1, len(op.outputs))):
+    read = any(graph.use_count(Value(op.id, port)) for port in range(1, len(op.outputs)))
+    if q is None or k is None or (len(q), len(k)) != (4, 4) or read:
         return None
     found = _bias(graph, op, q, k)
     if not isinstance(found, _Bias):
