@@ -165,26 +165,40 @@ def _term(graph: Graph, leaf: Value, shape: tuple[int, ...], cut: int, queries: 
     axes = [i for i in range(len(shape)) if own is not None and len(own) == len(shape) and own[i] > 1 and i >= cut]
     if own is None or own[:cut] != shape[:cut] or len(axes) != 1 or stack.shape[2] != own[axes[0]]:
         return Miss(f"{name}, a term of its bias, is not one of each query and of one axis of the keys")
-    before = path_to(graph, operand(product), VIEWS)
-    x = operand(before[-1]) if before else operand(product)
-    rows = _rows_after(graph, _numbers(graph, x), [*reversed(before)], stack.shape[1])
-    if rows is None or rows.ndim != 2 or len(rows) != len(stack):
-        return Miss(f"the rows of {product.name} do not come from one tensor, whole")
-    last = _rows_after(graph, rows, [*reversed(after)], stack.shape[2])
-    if last is None or not np.array_equal(last.reshape(-1), np.arange(rows.size)):
-        return Miss(f"the rows of {product.name} are in another order than the queries")
-    positions = np.empty(rows.size, np.int64)
-    positions[rows] = np.arange(len(rows))[:, None]
-    each = positions.reshape(-1, queries)
-    if (each != each[0]).any():
-        return Miss(f"{product.name} has other matrices for other heads")
-    return _Term(x, stack, each[0], axes[0] - cut, (*after, product))
+    found = _rows_in_order(graph, product, stack, [*reversed(after)], queries)
+    if isinstance(found, str):
+        return Miss(f"the rows of {product.name} {found}")
+    x, positions = found
+    return _Term(x, stack, positions, axes[0] - cut, (*after, product))
 
 
-def _numbers(graph: Graph, x: Value) -> Array | None:
-    """The numbers of the rows of a tensor, in its shape without the last axis."""
-    shape = sizes_of(graph, x)
-    return None if shape is None else np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+def _rows_in_order(
+    graph: Graph, product: Op, stack: Array, after: Sequence[Op], queries: int
+) -> tuple[Value, Array] | str:
+    """The tensor whose rows a product multiplies, and the matrix of each query of a head; or why there is none.
+
+    Views before the product may exchange rows. Those ``after`` it must restore their order."""
+    before, reasons = path_to(graph, operand(product), VIEWS), list[str]()
+    for count in range(len(before), -1, -1):
+        x = operand(before[count - 1]) if count else operand(product)
+        shape = sizes_of(graph, x)
+        if shape is None or shape[-1] != stack.shape[1]:
+            continue
+        numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+        rows = _rows_after(graph, numbers, [*reversed(before[:count])], stack.shape[1])
+        if rows is None or rows.ndim != 2 or len(rows) != len(stack):
+            continue
+        last = _rows_after(graph, rows, after, stack.shape[2])
+        if last is None or not np.array_equal(last.reshape(-1), np.arange(rows.size)):
+            reasons.append("are in another order than the queries")
+            continue
+        positions = np.empty(rows.size, np.int64)
+        positions[rows] = np.arange(len(rows))[:, None]
+        each = positions.reshape(-1, queries)
+        if (each == each[0]).all():
+            return x, each[0]
+        reasons.append("have other matrices for other heads")
+    return reasons[0] if reasons else "do not come from one tensor, whole"
 
 
 def _rows_after(graph: Graph, rows: Array | None, views: Sequence[Op], width: int) -> Array | None:

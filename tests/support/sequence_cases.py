@@ -73,10 +73,18 @@ def attention(
 
 
 def attention_of_image(
-    *, size: tuple[int, int] = (14, 14), batch: int = 3, count: int = 2, readers: int = 1, turn: bool = False
+    *,
+    size: tuple[int, int] = (14, 14),
+    batch: int = 3,
+    count: int = 2,
+    readers: int = 1,
+    turn: bool = False,
+    features: int = 16,
 ) -> Graph:
-    """Attention between positions of images, as SAM has it: a bias of relative rows and one of relative columns."""
-    n, features = Net(), 32
+    """Attention between positions of images, as SAM has it: a bias of relative rows and one of relative columns.
+
+    With as many features as rows and columns, ``position_features`` makes features of the bias."""
+    n = Net()
     h, w = size
     x = n.input(batch, h * w, 48)
     q, k, v = (heads(n, x, count, features) for _ in range(3))
@@ -132,6 +140,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "image, columns first": (lambda: attention_of_image(size=(6, 20), batch=1, turn=True), "attention_factors_sm90"),
     "image, rows of a tile": (lambda: attention_of_image(size=(5, 64), batch=2), "attention_factors_sm90"),
     "image, odd rows": (lambda: attention_of_image(size=(14, 7)), "attention_sm90"),
+    "image, wide": (lambda: attention_of_image(features=32), "attention_sm90"),
     "image, bias read again": (lambda: attention_of_image(readers=2), "attention_sm90"),
     "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm90"),
     "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm90"),

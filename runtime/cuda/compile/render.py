@@ -177,15 +177,15 @@ def prologue(stages: Sequence[Stage]) -> str:
     return _function("prologue(float x, float2 a, float g)", stages, PROLOGUE_STAGES)
 
 
-def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. c as in :func:`epilogue`. ``coarse``:
-    the result is rounded to 8-bit integers. Raises InternalError."""
+def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False, name: str = "epilogue") -> str:
+    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of
+    the stages are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. c as in
+    :func:`epilogue`. ``coarse``: the result is rounded to 8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
     if reads_channels(stages):
-        signature, texts = "epilogue(float x, float4 c, float r, const float* k)", texts | CHANNEL_STAGES
+        signature, texts = f"{name}(float x, float4 c, float r, const float* k)", texts | CHANNEL_STAGES
     else:
-        signature = "epilogue(float x, float c, float r, const float* k)"
+        signature = f"{name}(float x, float c, float r, const float* k)"
     return _function(signature, stages, texts, lambda _: f"k[{next(slots)}]")
 
 
