@@ -58,7 +58,8 @@ def pixel_source(b: Builder, value: Value | None) -> Value:
     """The origin of the pixels before changes of layout, casts to a narrower floating type, and casts of 8-bit integers."""
     value = cast_source(b, value)
     op = b.graph.op(value)
-    if op.kind == "Cast" and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:
+    stored = op.kind == "Cast" and op.id not in b.joined
+    if stored and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:
         return cast_source(b, op.inputs[0])
     return value
 

@@ -154,13 +154,13 @@ def _identity(b: Builder, op: Op) -> None:
 
 
 def cast_source(b: Builder, value: Value | None) -> Value:
-    """The source of ``value`` through changes of layout and casts to a narrower floating type."""
+    """The source of ``value`` through changes of layout and casts to a narrower floating type, as far as it is stored."""
     while True:
         assert value is not None
         op = b.graph.op(value)
         narrowing = op.kind == "Cast" and b.graph.type(op.inputs[0]).dtype.name == "float32" and (  # type: ignore[arg-type]
             op.outputs[0].type.dtype.name in ("float16", "bfloat16"))  # fmt: skip
-        if op.kind != "Layout" and not narrowing:
+        if (op.kind != "Layout" and not narrowing) or op.id in b.joined:
             return value
         value = op.inputs[0]
 

@@ -81,11 +81,12 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 
 def _quantized_image(b: Builder, value: Value) -> tuple[Value, requantize.QuantParams] | None:
-    """The float image and the parameters of a value that is a quantized image; None for any other value."""
+    """The float image and the parameters of a value that is a quantized image; None for any other value, and for an image that is
+    not stored before it is quantized."""
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
-    found = quantization(b.graph, op)
+    found = None if op.id in b.joined else quantization(b.graph, op)
     if found is None or found[1].dtype not in ("int8", "uint8"):
         return None
     return found if b.graph.type(found[0]).dtype in (FP32, FP16) else None

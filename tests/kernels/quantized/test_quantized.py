@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.quantized_nets import ADDED, FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
-from support.simulated import check_exact, results_of, tactics
+from support.simulated import check_exact, check_simulated, kinds, results_of, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -196,3 +196,14 @@ def test_a_kernel_without_a_configuration_is_refused(monkeypatch: pytest.MonkeyP
     assert [s.executor for s in program.steps if "Conv" in str(s.src)] == ["host"], "nothing else runs it"
     for got, want in results_of(program, graph):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pooled", "first"), [(False, ["QuantizedBlocks"]), (True, ["AveragePool", "Copy"])])
+def test_an_image_that_a_pool_rounds_is_not_rounded_again(pooled: bool, first: list[str]) -> None:
+    """A convolution of few channels rounds its image while it packs blocks of pixels. A pool that rounds its result does not store
+    the image before."""
+    n = QNet()
+    x = n.input(2, 4, 5, 14)
+    x = n.average_pool(x, 3, pads=1, strides=1) if pooled else x
+    y = n.qconv(n.fake(x, 0.02, 3), 12, 2, stride=2, pads=(1, 1, 1, 1))
+    assert kinds(check_simulated(n.done(y), "fp32", tolerance=5e-2)) == [*first, "QuantizedConv", "Copy"]
