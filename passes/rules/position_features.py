@@ -81,6 +81,9 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     found = _bias(graph, op, q, k)
     if not isinstance(found, _Bias):
         return found
+    scale = 1 / math.sqrt(q[3]) if op.attrs.scale is None else op.attrs.scale
+    if scale <= 0:
+        return Miss(f"its scores have the scale {scale}: no feature of a key undoes it")
     source = _source(graph, found, q)
     if isinstance(source, Miss):
         return source
@@ -88,7 +91,6 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     spare = -(q[3] + terms) % ALIGNED
     if terms > q[3] or q[3] + terms + spare > MOST_FEATURES:
         return Miss(f"queries of {q[3]} features would get {terms} more")
-    scale = op.attrs.scale or 1 / math.sqrt(q[3])
 
     def build(patch: Patch) -> Value:
         taken = _taken(patch, source, found, q, spare)
@@ -165,25 +167,39 @@ def _term(graph: Graph, leaf: Value, shape: tuple[int, ...], cut: int, queries: 
     if own is None or own[:cut] != shape[:cut] or len(axes) != 1 or stack.shape[2] != own[axes[0]]:
         return Miss(f"{name}, a term of its bias, is not one of each query and of one axis of the keys")
     before = path_to(graph, operand(product), VIEWS)
-    x = operand(before[-1]) if before else operand(product)
-    rows = _rows_after(graph, _numbers(graph, x), [*reversed(before)], stack.shape[1])
+    why = None
+    for first in reversed(range(len(before) + 1)):
+        x = operand(before[first - 1]) if first else operand(product)
+        found = _matrices(graph, x, (before[:first][::-1], product, after[::-1]), stack, queries)
+        if not isinstance(found, Miss):
+            return _Term(x, stack, found, axes[0] - cut, (*after, product))
+        why = why or found
+    assert why is not None
+    return why
+
+
+def _matrices(
+    graph: Graph, x: Value, path: tuple[Sequence[Op], Op, Sequence[Op]], stack: Array, queries: int
+) -> Array | Miss:
+    """The matrix of ``stack`` for each query of a head, if the rows of ``x`` are the queries in their order. ``path``: the views
+    from ``x`` to the product, the product, and the views from there to the term."""
+    before, product, after = path
+    rows = _rows_after(graph, _numbers(graph, x, stack.shape[1]), before, stack.shape[1])
     if rows is None or rows.ndim != 2 or len(rows) != len(stack):
         return Miss(f"the rows of {product.name} do not come from one tensor, whole")
-    last = _rows_after(graph, rows, [*reversed(after)], stack.shape[2])
+    last = _rows_after(graph, rows, after, stack.shape[2])
     if last is None or not np.array_equal(last.reshape(-1), np.arange(rows.size)):
         return Miss(f"the rows of {product.name} are in another order than the queries")
     positions = np.empty(rows.size, np.int64)
     positions[rows] = np.arange(len(rows))[:, None]
     each = positions.reshape(-1, queries)
-    if (each != each[0]).any():
-        return Miss(f"{product.name} has other matrices for other heads")
-    return _Term(x, stack, each[0], axes[0] - cut, (*after, product))
+    return Miss(f"{product.name} has other matrices for other heads") if (each != each[0]).any() else each[0]
 
 
-def _numbers(graph: Graph, x: Value) -> Array | None:
-    """The numbers of the rows of a tensor, in its shape without the last axis."""
+def _numbers(graph: Graph, x: Value, width: int) -> Array | None:
+    """The numbers of the rows of a tensor, in its shape without the last axis; None if rows have another ``width``."""
     shape = sizes_of(graph, x)
-    return None if shape is None else np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+    return None if shape is None or shape[-1:] != (width,) else np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
 
 
 def _rows_after(graph: Graph, rows: Array | None, views: Sequence[Op], width: int) -> Array | None:
