@@ -42,6 +42,8 @@ ALIGNED = 8
 """16-bit features in 16 bytes: queries and keys get a multiple of this, and products as many columns."""
 MOST_FEATURES = 256
 """Most features of queries and keys. Kernels of attention take no more."""
+LEAST_SCALE = 2.0**-12
+"""Least scale of scores: its inverse, a feature of keys, is far from the largest and the smallest float of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     if not isinstance(found, _Bias):
         return found
     scale = 1 / math.sqrt(q[3]) if op.attrs.scale is None else op.attrs.scale
-    if scale <= 0:
-        return Miss(f"its scores have the scale {scale}: no feature of a key undoes it")
+    if not LEAST_SCALE <= scale <= 1 / LEAST_SCALE:
+        return Miss(f"its scores have the scale {scale}: no feature of a key in 16 bits undoes it")
     source = _source(graph, found, q)
     if isinstance(source, Miss):
         return source

@@ -157,7 +157,9 @@ def of_another_tensor(n: Net, bias: Value, x: Value) -> Value:
         (lambda: network(added=of_turned_features), "do not come from one tensor, whole"),
         (lambda: network(added=of_another_tensor), "are products of different tensors"),
         (lambda: network((13, 2), (13, 13)), "queries of 24 features would get 26 more"),
-        (lambda: network(scale=0.0), "the scale 0.0: no feature of a key undoes it"),
+        (lambda: network(scale=0.0), "the scale 0.0: no feature of a key in 16 bits undoes it"),
+        (lambda: network(scale=1e-5), "the scale 1e-05: no feature of a key in 16 bits undoes it"),
+        (lambda: network(scale=1e5), "the scale 100000.0: no feature of a key in 16 bits undoes it"),
         (
             lambda: network(token=True, source=lambda n, x: n.op("Relu", x)),
             "the queries with a bias are not a Slice of all queries",
