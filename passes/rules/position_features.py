@@ -42,6 +42,8 @@ ALIGNED = 8
 """16-bit features in 16 bytes: queries and keys get a multiple of this, and products as many columns."""
 MOST_FEATURES = 256
 """Most features of queries and keys. Kernels of attention take no more."""
+LEAST_SCALE = 2.0**-12
+"""Least scale of scores: its inverse, a feature of keys, is far from the largest and the smallest float of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class _Bias:
 def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     """``softmax(q k + sum of q R_axis)`` is ``softmax([q, q R] [k, ones])``, with ``q R`` of one product for all axes."""
     more = any(v is not None for v in op.inputs[4:])
-    if op.input(3) is None or op.attrs.softcap or op.attrs.scale == 0 or more:
+    if op.input(3) is None or op.attrs.softcap or more:
         return None
     q, k = (sizes_of(graph, operand(op, slot)) for slot in (0, 1))
     read = any(graph.use_count(Value(op.id, port)) for port in range(1, len(op.outputs)))
@@ -82,6 +84,9 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     found = _bias(graph, op, q, k)
     if not isinstance(found, _Bias):
         return found
+    scale = 1 / math.sqrt(q[3]) if op.attrs.scale is None else op.attrs.scale
+    if not LEAST_SCALE <= scale <= 1 / LEAST_SCALE:
+        return Miss(f"its scores have the scale {scale}: no feature of a key in 16 bits undoes it")
     source = _source(graph, found, q)
     if isinstance(source, Miss):
         return source
@@ -89,7 +94,6 @@ def position_features(graph: Graph, op: Op) -> Match | Miss | None:
     spare = -(q[3] + terms) % ALIGNED
     if terms > q[3] or q[3] + terms + spare > MOST_FEATURES:
         return Miss(f"queries of {q[3]} features would get {terms} more")
-    scale = op.attrs.scale or 1 / math.sqrt(q[3])
 
     def build(patch: Patch) -> Value:
         taken = _taken(patch, source, found, q, spare)
@@ -165,40 +169,40 @@ def _term(graph: Graph, leaf: Value, shape: tuple[int, ...], cut: int, queries: 
     axes = [i for i in range(len(shape)) if own is not None and len(own) == len(shape) and own[i] > 1 and i >= cut]
     if own is None or own[:cut] != shape[:cut] or len(axes) != 1 or stack.shape[2] != own[axes[0]]:
         return Miss(f"{name}, a term of its bias, is not one of each query and of one axis of the keys")
-    found = _rows_in_order(graph, product, stack, [*reversed(after)], queries)
-    if isinstance(found, str):
-        return Miss(f"the rows of {product.name} {found}")
-    x, positions = found
-    return _Term(x, stack, positions, axes[0] - cut, (*after, product))
+    before = path_to(graph, operand(product), VIEWS)
+    why = None
+    for first in reversed(range(len(before) + 1)):
+        x = operand(before[first - 1]) if first else operand(product)
+        found = _matrices(graph, x, (before[:first][::-1], product, after[::-1]), stack, queries)
+        if not isinstance(found, Miss):
+            return _Term(x, stack, found, axes[0] - cut, (*after, product))
+        why = why or found
+    assert why is not None
+    return why
 
 
-def _rows_in_order(
-    graph: Graph, product: Op, stack: Array, after: Sequence[Op], queries: int
-) -> tuple[Value, Array] | str:
-    """The tensor whose rows a product multiplies, and the matrix of each query of a head; or why there is none.
+def _matrices(
+    graph: Graph, x: Value, path: tuple[Sequence[Op], Op, Sequence[Op]], stack: Array, queries: int
+) -> Array | Miss:
+    """The matrix of ``stack`` for each query of a head, if the rows of ``x`` are the queries in their order. ``path``: the views
+    from ``x`` to the product, the product, and the views from there to the term."""
+    before, product, after = path
+    rows = _rows_after(graph, _numbers(graph, x, stack.shape[1]), before, stack.shape[1])
+    if rows is None or rows.ndim != 2 or len(rows) != len(stack):
+        return Miss(f"the rows of {product.name} do not come from one tensor, whole")
+    last = _rows_after(graph, rows, after, stack.shape[2])
+    if last is None or not np.array_equal(last.reshape(-1), np.arange(rows.size)):
+        return Miss(f"the rows of {product.name} are in another order than the queries")
+    positions = np.empty(rows.size, np.int64)
+    positions[rows] = np.arange(len(rows))[:, None]
+    each = positions.reshape(-1, queries)
+    return Miss(f"{product.name} has other matrices for other heads") if (each != each[0]).any() else each[0]
 
-    Views before the product may exchange rows. Those ``after`` it must restore their order."""
-    before, reasons = path_to(graph, operand(product), VIEWS), list[str]()
-    for count in range(len(before), -1, -1):
-        x = operand(before[count - 1]) if count else operand(product)
-        shape = sizes_of(graph, x)
-        if shape is None or shape[-1] != stack.shape[1]:
-            continue
-        numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
-        rows = _rows_after(graph, numbers, [*reversed(before[:count])], stack.shape[1])
-        if rows is None or rows.ndim != 2 or len(rows) != len(stack):
-            continue
-        last = _rows_after(graph, rows, after, stack.shape[2])
-        if last is None or not np.array_equal(last.reshape(-1), np.arange(rows.size)):
-            reasons.append("are in another order than the queries")
-            continue
-        positions = np.empty(rows.size, np.int64)
-        positions[rows] = np.arange(len(rows))[:, None]
-        each = positions.reshape(-1, queries)
-        if (each == each[0]).all():
-            return x, each[0]
-        reasons.append("have other matrices for other heads")
-    return reasons[0] if reasons else "do not come from one tensor, whole"
+
+def _numbers(graph: Graph, x: Value, width: int) -> Array | None:
+    """The numbers of the rows of a tensor, in its shape without the last axis; None if rows have another ``width``."""
+    shape = sizes_of(graph, x)
+    return None if shape is None or shape[-1:] != (width,) else np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
 
 
 def _rows_after(graph: Graph, rows: Array | None, views: Sequence[Op], width: int) -> Array | None:
@@ -245,14 +249,16 @@ def _taken(patch: Patch, x: Value, found: _Bias, q: tuple[int, ...], spare: int)
     tables, indices, width = list[Array](), list[Array](), 0
     for term in found.terms:
         count, depth, keys = term.stack.shape
-        table, columns = np.unique(term.stack.transpose(0, 2, 1).reshape(-1, depth), axis=0, return_inverse=True)
-        indices.append(columns.reshape(count, keys)[term.positions] + width)
+        table, index = np.unique(term.stack.transpose(0, 2, 1).reshape(-1, depth), axis=0, return_inverse=True)
+        indices.append(index.reshape(count, keys)[term.positions] + width)
         tables.append(table)
         width += len(table)
-    matrix = np.pad(np.concatenate(tables).T, ((0, 0), (0, ALIGNED - width % ALIGNED)))  # at least one column of zeros
+    columns = np.concatenate(tables).T
+    columns = np.pad(columns, ((0, 0), (0, ALIGNED - width % ALIGNED)))  # at least one column of zeros
     taken = np.pad(np.concatenate(indices, 1), (found.around[:2], (0, spare)), constant_values=width)
-    y = patch.add("MatMul", [x, patch.constant(matrix, "positions")], MatMulAttrs())
-    product = reshaped(patch, y, (*q[:3], matrix.shape[1]))
+    product = reshaped(
+        patch, patch.add("MatMul", [x, patch.constant(columns, "positions")], MatMulAttrs()), (*q[:3], columns.shape[1])
+    )
     index = patch.add("Expand", [
         patch.constant(taken.astype(np.int32), "columns"),
         patch.constant(np.asarray([*q[:2], *taken.shape], np.int64), "shape"),

@@ -51,12 +51,19 @@ def network(
     softcap: float = 0.0,
     added: Callable[[Net, Value, Value], Value] | None = None,
     source: Callable[[Net, Value], Value] = lambda n, q: q,
+    scale: float | None = 0.3,
+    projected: bool = False,
 ) -> Graph:
     """Attention with a bias of all axes. ``token``: the first query and key have none. ``added``: what is added to the bias, made
-    from it and the queries; ``source``: the rows that the terms multiply, made from the queries."""
+    from it and the queries; ``source``: the rows that the terms multiply, made from the queries. ``projected``: queries are a
+    view of a product, whose rows have the features of all heads."""
     n = Net()
     more, count, seen = int(token), math.prod(size), math.prod(keys)
-    q = n.op("Relu", n.input(BATCH, HEADS, count + more, FEATURES, name="q"))
+    if projected:
+        rows = n.matmul(n.input(BATCH, count + more, 16, name="q"), HEADS * FEATURES)
+        q = n.transposed(n.reshaped(rows, BATCH, count + more, HEADS, FEATURES), 0, 2, 1, 3)
+    else:
+        q = n.op("Relu", n.input(BATCH, HEADS, count + more, FEATURES, name="q"))
     k, v = (n.input(BATCH, HEADS, seen + more, FEATURES, name=name) for name in "kv")
     x = source(n, n.sliced(q, 1, count + 1, 2) if token else q)
     bias = term(n, x, size, keys, 0)
@@ -66,20 +73,15 @@ def network(
     bias = n.reshaped(bias, BATCH, HEADS, count, seen)
     if token:
         bias = n.op("Pad", bias, n.ints(0, 0, 1, 1, 0, 0, 0, 0), attrs=PadAttrs())
-    return n.done(n.op("Attention", q, k, v, bias, attrs=AttentionAttrs(scale=0.3, softcap=softcap)))
-
-
-def turned_heads(n: Net, x: Value) -> Value:
-    """Queries whose heads were cut from tokens: their rows are longer before."""
-    return n.transposed(n.reshaped(n.reshaped(x, BATCH, -1, HEADS * FEATURES), BATCH, -1, HEADS, FEATURES), 0, 2, 1, 3)
+    return n.done(n.op("Attention", q, k, v, bias, attrs=AttentionAttrs(scale=scale, softcap=softcap)))
 
 
 NETS = {
     "an image": network,
-    "heads cut from tokens": lambda: network(source=turned_heads),
     "fewer queries than keys": lambda: network((2, 2), (4, 6)),
     "a video": lambda: network((2, 3, 4), (2, 3, 2)),
     "an image with a class token": lambda: network(token=True),
+    "queries that are a view of a projection": lambda: network(projected=True),
     "a video with a class token": lambda: network((2, 4, 4), (2, 2, 2), token=True),
 }
 
@@ -88,8 +90,11 @@ NETS = {
 def test_a_bias_is_features(name: str) -> None:
     graph, _ = check_pass(PASS, NETS[name](), changes=1, rules={"position_features": 1})
     found = graph.kinds()
-    assert (found["MatMul"], found["GatherElements"], found["Concat"], found["Attention"]) == (1, 1, 2, 1)
+    projections = 1 if "projection" in name else 0
+    assert found["MatMul"] == 1 + projections
+    assert (found["GatherElements"], found["Concat"], found["Attention"]) == (1, 2, 1)
     assert not {"Add", "Pad"} & set(found)
+    assert found.get("Transpose", 0) == projections
     (op,) = graph.of_kind("Attention")
     assert op.attrs.scale == 0.3
     assert len([v for v in op.inputs if v is not None]) == 3
@@ -133,9 +138,10 @@ def in_another_order(n: Net, bias: Value, x: Value) -> Value:
     return n.reshaped(n.op("MatMul", rows, n.random(4, FEATURES, 2)), BATCH, HEADS, 3, 4, 1, 2)
 
 
-def of_each_head(n: Net, bias: Value, x: Value) -> Value:
-    """A product of the batch's heads, each with a matrix of its own."""
-    return n.reshaped(n.op("MatMul", x, n.random(HEADS, FEATURES, 2)), BATCH, HEADS, 3, 4, 1, 2)
+def of_turned_features(n: Net, bias: Value, x: Value) -> Value:
+    """A product whose rows are not those of a tensor."""
+    turned = n.reshaped(n.transposed(x, 0, 1, 3, 2), 3, -1, FEATURES)
+    return n.reshaped(n.op("MatMul", turned, n.random(3, FEATURES, 2)), BATCH, HEADS, 3, 4, 1, 2)
 
 
 def of_another_tensor(n: Net, bias: Value, x: Value) -> Value:
@@ -146,11 +152,14 @@ def of_another_tensor(n: Net, bias: Value, x: Value) -> Value:
     ("graph", "reason"),
     [
         (lambda: network(added=one_of_all_axes), "is no product with a constant stack of matrices"),
-        (lambda: network(added=of_other_heads), "have other matrices for other heads"),
+        (lambda: network(added=of_other_heads), "has other matrices for other heads"),
         (lambda: network(added=in_another_order), "are in another order than the queries"),
-        (lambda: network(added=of_each_head), "do not come from one tensor, whole"),
+        (lambda: network(added=of_turned_features), "do not come from one tensor, whole"),
         (lambda: network(added=of_another_tensor), "are products of different tensors"),
         (lambda: network((13, 2), (13, 13)), "queries of 24 features would get 26 more"),
+        (lambda: network(scale=0.0), "the scale 0.0: no feature of a key in 16 bits undoes it"),
+        (lambda: network(scale=1e-5), "the scale 1e-05: no feature of a key in 16 bits undoes it"),
+        (lambda: network(scale=1e5), "the scale 100000.0: no feature of a key in 16 bits undoes it"),
         (
             lambda: network(token=True, source=lambda n, x: n.op("Relu", x)),
             "the queries with a bias are not a Slice of all queries",

@@ -107,11 +107,13 @@ def changed(change: str) -> Callable[[Net], Value]:
     """``Relu(conv(x)) * conv(y)`` of two images. One convolution is changed."""
 
     def build(n: Net) -> Value:
-        x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 24, 1, pads=0) for name in "xy")
-        one = n.op("Relu", n.conv(x, 24, group=24))
+        wide = 12 if change == "size" else 11  # both have results of six columns
+        x, y = (n.conv(n.input(2, 16, 9, w, name=name), 24, 1, pads=0) for name, w in (("x", 11), ("y", wide)))
+        strides = 2 if change == "size" else 1
+        one = n.op("Relu", n.conv(x, 24, group=24, strides=strides))
         y = n.op("Relu", y) if change == "relu" else y
         size = 5 if change == "kernel" else 3
-        other = n.conv(y, 24, size, pads=size // 2, group=24)
+        other = n.conv(y, 24, size, pads=size // 2, group=24, strides=strides)
         if change == "relu":
             y = n.op("Add", y, n.op("Sigmoid", y))
         if change == "scaled":
@@ -128,6 +130,7 @@ def changed(change: str) -> Callable[[Net], Value]:
     [
         ("sum", "it is not multiplied by another depthwise convolution of its form"),
         ("kernel", "it is not multiplied by another depthwise convolution of its form"),
+        ("size", "it is not multiplied by another depthwise convolution of its form"),
         ("scaled", "its stages have constants"),
         ("residual", "is more than an activation"),
     ],
