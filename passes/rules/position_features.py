@@ -249,16 +249,14 @@ def _taken(patch: Patch, x: Value, found: _Bias, q: tuple[int, ...], spare: int)
     tables, indices, width = list[Array](), list[Array](), 0
     for term in found.terms:
         count, depth, keys = term.stack.shape
-        table, index = np.unique(term.stack.transpose(0, 2, 1).reshape(-1, depth), axis=0, return_inverse=True)
-        indices.append(index.reshape(count, keys)[term.positions] + width)
+        table, columns = np.unique(term.stack.transpose(0, 2, 1).reshape(-1, depth), axis=0, return_inverse=True)
+        indices.append(columns.reshape(count, keys)[term.positions] + width)
         tables.append(table)
         width += len(table)
-    columns = np.concatenate(tables).T
-    columns = np.pad(columns, ((0, 0), (0, ALIGNED - width % ALIGNED)))  # at least one column of zeros
+    matrix = np.pad(np.concatenate(tables).T, ((0, 0), (0, ALIGNED - width % ALIGNED)))  # at least one column of zeros
     taken = np.pad(np.concatenate(indices, 1), (found.around[:2], (0, spare)), constant_values=width)
-    product = reshaped(
-        patch, patch.add("MatMul", [x, patch.constant(columns, "positions")], MatMulAttrs()), (*q[:3], columns.shape[1])
-    )
+    y = patch.add("MatMul", [x, patch.constant(matrix, "positions")], MatMulAttrs())
+    product = reshaped(patch, y, (*q[:3], matrix.shape[1]))
     index = patch.add("Expand", [
         patch.constant(taken.astype(np.int32), "columns"),
         patch.constant(np.asarray([*q[:2], *taken.shape], np.int64), "shape"),

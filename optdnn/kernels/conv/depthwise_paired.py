@@ -42,7 +42,8 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
 def _form(graph: Graph, op: Op) -> tuple[Any, ...]:
     a, weight = op.attrs, graph.constant_value(op.inputs[1])
     shape = None if weight is None else weight.shape
-    sizes = graph.type(op.inputs[0]).dims  # those of the results may be equal although the images have other sizes
+    # Results may have equal sizes although the images have not.
+    sizes = graph.type(op.inputs[0]).dims  # type: ignore[arg-type]
     return shape, sizes, a.strides, a.pads, a.dilations, a.group, a.auto_pad, graph.type(op.value)
 
 
