@@ -18,19 +18,32 @@ from optdnn.kernels.conv import depthwise_bands_kernel as bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.depthwise_images import (
+    Walked,
+    as_launched,
+    columns_of,
+    depth_of,
+    gap_of,
+    image_of,
+    joined,
+    misplaced,
+    of_images,
+    taps_of,
+    unit_of,
+    walk,
+)
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, has_computed_bias
 from optdnn.kernels.conv.hopper_launch import channel_row
-from optdnn.kernels.conv.problem import Depth, Source
+from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.pointwise import copied, copied_later
+from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, FP32, Array
+from optdnn.types import BF16, FP16, FP32
 
 Config = depthwise.Config | tma.Config | bands.Config
 """A tile of one of the three kernels: with loads by threads, with loads by TMA, or on tensor cores."""
@@ -84,107 +97,6 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[tuple[float, Conf
 def relu_before(op: Op) -> bool:
     """Whether the prologue of a convolution is a ReLU, which the kernels apply to the pixels that they load."""
     return [stage.kind for stage in op.attrs.prologue] == ["Relu"]
-
-
-def image_of(x: TensorView, columns: int = 1) -> TensorView:
-    """An image, or a sequence as an image of one column, so that a thread loads each element once for any number of taps. The frames
-    of volumes become images, as if volumes followed one another in memory (:func:`_gap`). ``columns``: columns of the image that
-    become channels (:func:`columns_of`)."""
-    if len(x.shape) == 3:
-        (n, c, length), (sn, sc, step) = x.shape, x.strides
-        return x.view((n, c, length, 1), (sn, sc, step, step))
-    if len(x.shape) == 5:
-        (n, c, d, h, w), (sn, sc, sd, sh, sw) = x.shape, x.strides
-        return x.view((n * d, c, h, w), (sd if d > 1 else sn, sc, sh, sw))
-    if columns == 1:
-        return x
-    n, c, h, w = x.shape
-    sn, _, sh, sw = x.strides
-    return x.view((n, c * w, h, 1), (sn, sw, sh, sh))
-
-
-def columns_of(b: Builder, op: Op) -> int:
-    """Columns of an image that become channels, each with its channel's filter: all of them, or 1 if none does.
-
-    The filter must have one column. In memory, the rows of the image, and of the result's place if it has one, must
-    hold the columns of one channel, then those of the next (heads of tokens)."""
-    kernel, a, x = b.weights(op).shape[2:], op.attrs, b.source(op.inputs[0])
-    if len(kernel) != 2 or kernel[1] != 1 or a.strides[1] != 1 or a.pads[1] or a.pads[3]:
-        return 1
-    columns, out = x.shape[3], b.place.get(op.value, b.reserved.get(op.value))
-    placed = [x] if out is None else [x, out]
-    return columns if all((v.strides[1], v.strides[3]) == (columns, 1) for v in placed) else 1
-
-
-def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Strides of an image whose rows hold the columns of one channel, then those of the next."""
-    _, c, h, w = shape
-    return h * c * w, w, c * w, 1
-
-
-def as_launched(x: TensorView, columns: int) -> TensorView:
-    """The tensor as the launch's meaning reads or writes it: a volume as it is, others as of :func:`image_of`."""
-    return x if len(x.shape) == 5 else image_of(x, columns)
-
-
-Walked = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Strides, pads and dilations of all spatial axes."""
-
-
-def walk(a: ConvAttrs | ConvTransposeAttrs) -> Walked:
-    """Strides, pads and dilations of the convolution of :func:`as_launched`."""
-    if len(a.strides) > 1:
-        return a.strides, a.pads, a.dilations
-    return (*a.strides, 1), (a.pads[0], 0, a.pads[1], 0), (*a.dilations, 1)
-
-
-def geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
-    """Strides, pads and dilations of the convolution of :func:`image_of`; those of the frames of volumes."""
-    return _of_images(walk(a))
-
-
-def _of_images(found: Walked) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
-    (sh, sw), pads, (dh, dw) = found[0][-2:], found[1], found[2][-2:]
-    (top, left), (bottom, right) = pads[: len(pads) // 2][-2:], pads[-2:]
-    return (sh, sw), (top, left, bottom, right), (dh, dw)
-
-
-def _depth_of(x: TensorView, out: TensorView, taps: int, found: Walked) -> Depth | None:
-    """How the filter walks along the depth of volumes; None if they are none. The result has the frames of ``out``."""
-    if len(x.shape) != 5:
-        return None
-    (stride, *_), (begin, *_), (dilation, *_) = found
-    return Depth(x.shape[2], out.shape[2], taps, stride, -begin, dilation)
-
-
-def _gap(x: TensorView | None) -> int:
-    """Elements from the end of a volume's last frame to the next volume; 0 for other tensors."""
-    if x is None or len(x.shape) != 5 or 1 in (x.shape[0], x.shape[2]):
-        return 0
-    return x.strides[0] - x.shape[2] * x.strides[2]
-
-
-def unit_of(*images: TensorView, gaps: Sequence[int] = ()) -> int:
-    """8 or 4 if all pixels begin at multiples of this many elements; else 0. ``gaps``: of volumes (:func:`_gap`)."""
-    units = (n for n in (8, 4) if not any(gap % n for gap in gaps))
-    return next((n for n in units if all(conv_maps.image_places(x, n) is not None for x in images)), 0)
-
-
-def _misplaced(x: TensorView, out: TensorView, columns: int) -> str | None:
-    """Why the kernels cannot read or write a tensor in place, or None. ``columns``: as of :func:`image_of`."""
-    for name, tensor in (("input", x), ("result", out)):
-        image = image_of(tensor, columns)
-        if image.shape[1] > 1 and image.strides[1] != 1:
-            return f"its {name} is not channels-last"
-        if unit_of(image, gaps=(_gap(tensor),)) == 0:
-            return f"the pixels of its {name} do not begin at multiples of 8 bytes, one after another"
-    return None
-
-
-def read_densely(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
-    """An image as the kernels of 8-bit images read it: in place, or as a copy."""
-    strides = channels_last(x.shape, x.shape[1])
-    return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
 class MakesMeans(Tactic):
@@ -262,9 +174,9 @@ class TiledDepthwise(DepthwiseTactic):
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
             return "its prologue is more than a ReLU"
-        if (why := _misplaced(*self._places(b, op))) is not None:
+        if (why := misplaced(*self._places(b, op))) is not None:
             return why
-        if (wide := _taps_of(weight)[-1]) > depthwise.MAX_TAPS:
+        if (wide := taps_of(weight)[-1]) > depthwise.MAX_TAPS:
             return f"a row of its filter has {wide} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
@@ -287,7 +199,7 @@ class TiledDepthwise(DepthwiseTactic):
     @staticmethod
     def _strides(op: Op, columns: int) -> tuple[int, ...] | None:
         """Strides of the result; None: those of its layout."""
-        return None if columns == 1 else _joined(op.outputs[0].type.static_shape)
+        return None if columns == 1 else joined(op.outputs[0].type.static_shape)
 
     def _places(self, b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
         """The tensors that the kernel reads and writes, the latter perhaps still to be made, and :func:`columns_of`."""
@@ -297,21 +209,21 @@ class TiledDepthwise(DepthwiseTactic):
         return b.source(op.inputs[0]), out, columns
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        (*deep, high, wide), (read, made, columns) = _taps_of(b.weights(op)), self._places(b, op)
+        (*deep, high, wide), (read, made, columns) = taps_of(b.weights(op)), self._places(b, op)
         x, out = image_of(read, columns), image_of(made, columns)
         ep, found = self.stages(b, op), self.walked(b, op)
-        depth = _depth_of(read, made, deep[0] if deep else 1, found)
+        depth = depth_of(read, made, deep[0] if deep else 1, found)
         _, channels, *size = x.shape
-        strides, pads, dilations = _of_images(found)
+        strides, pads, dilations = of_images(found)
         source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
         dtype, pool = map_dtype(op.outputs[0].type.dtype), self.pool(b, op)
-        unit = unit_of(x, out, gaps=(_gap(read), _gap(made)))
+        unit = unit_of(x, out, gaps=(gap_of(read), gap_of(made)))
         added = self.residual(b, op, unit, columns)
         images = (x, out, added and image_of(added, columns))
         reads, writes, adds = ((v and conv_maps.image_places(v, unit)) or (0, 0) for v in images)
         return depthwise.Problem(
             out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(reads[0], writes[0], adds[0]),
-            images_apart=(reads[1], writes[1], adds[1]), gaps=(_gap(read), _gap(made), _gap(added)), unit=unit, relu=relu_before(op),
+            images_apart=(reads[1], writes[1], adds[1]), gaps=(gap_of(read), gap_of(made), gap_of(added)), unit=unit, relu=relu_before(op),
             summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
 
@@ -322,15 +234,15 @@ class TiledDepthwise(DepthwiseTactic):
             return None
         x = b.seen(value)
         image, in_rows = image_of(x, columns), columns == 1 or (x.strides[1], x.strides[3]) == (columns, 1)
-        if in_rows and not _gap(x) % unit and conv_maps.image_places(image, unit) is not None:
+        if in_rows and not gap_of(x) % unit and conv_maps.image_places(image, unit) is not None:
             return x
-        strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
+        strides = channels_last(x.shape, x.shape[1]) if columns == 1 else joined(x.shape)
         return copied_later(b, op, x, "residual", strides)
 
     @staticmethod
     def band(b: Builder, op: Op) -> int:
         """Rows of the filter that the kernel adds at a time; 0: all."""
-        (*_, high, wide) = _taps_of(b.weights(op))
+        (*_, high, wide) = taps_of(b.weights(op))
         return depthwise.rows_at_a_time((high, wide), op.outputs[0].type.dtype.itemsize)
 
     def walked(self, b: Builder, op: Op) -> Walked:
@@ -366,7 +278,7 @@ class TiledDepthwise(DepthwiseTactic):
         x, weight = as_launched(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
         band = self.band(b, op)
         packed = b.constant(
-            depthwise.pack_weights(weight.reshape(*weight.shape[:2], *_taps_of(weight)), band),
+            depthwise.pack_weights(weight.reshape(*weight.shape[:2], *taps_of(weight)), band),
             f"{op.outputs[0].name}.weights",
         )
         added = self.stages(b, op).added_to(bias_of(b, op))
@@ -375,7 +287,7 @@ class TiledDepthwise(DepthwiseTactic):
 
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
         """Image, weights and bias of a convolution, as the launch's meaning reads them."""
-        channels, taps, band = b.weights(op).shape[0] * columns, _taps_of(b.weights(op)), self.band(b, op)
+        channels, taps, band = b.weights(op).shape[0] * columns, taps_of(b.weights(op)), self.band(b, op)
         held = (*taps[:-2], depthwise.rows_held(taps[-2], band), taps[-1])
         strides = (math.prod(held[i + 1 :]) * channels for i in range(len(taps)))
         logical = operands["weights"].view((channels, 1, *taps), (1, 0, *strides))
@@ -391,12 +303,6 @@ class TiledDepthwise(DepthwiseTactic):
             attrs | self.more_attrs(b, op),
             [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, operands.get("residual"))],
         )
-
-
-def _taps_of(weight: Array) -> tuple[int, ...]:
-    """Taps along the axes of :func:`as_launched`."""
-    taps = weight.shape[2:]
-    return taps if len(taps) > 1 else (*taps, 1)
 
 
 def emit_with_means(

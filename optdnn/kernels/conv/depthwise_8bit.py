@@ -11,7 +11,8 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise import DepthwiseTactic, emit_with_means, family, read_densely, suits
+from optdnn.kernels.conv.depthwise import DepthwiseTactic, emit_with_means, family, suits
+from optdnn.kernels.conv.depthwise_images import read_densely
 from optdnn.kernels.conv.depthwise_problem import MAX_PIXELS
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.pointwise.pointwise import copy

@@ -16,7 +16,8 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.depthwise import TiledDepthwise, columns_of, geometry, image_of, unit_of
+from optdnn.kernels.conv.depthwise import TiledDepthwise
+from optdnn.kernels.conv.depthwise_images import columns_of, geometry, image_of, unit_of
 from optdnn.kernels.conv.paired import faster_apart, stages_with_other
 from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages

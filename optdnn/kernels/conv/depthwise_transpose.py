@@ -13,7 +13,8 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise import TiledDepthwise, Walked, walk
+from optdnn.kernels.conv.depthwise import TiledDepthwise
+from optdnn.kernels.conv.depthwise_images import Walked, walk
 from optdnn.kernels.conv.direct import with_pads
 
 
