@@ -41,7 +41,7 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
     if found is None:
         return None
     heads, of_tokens = found
-    features, places, rank = images[1], images[2:], len(images)
+    batch, features, places, rank = images[0] // heads, images[1], images[2:], len(images)
     weight, bias = (graph.constant_value(op.input(slot)) for slot in (1, 2))
     if op.input(2) is not None and bias is None:
         return None
@@ -49,17 +49,15 @@ def heads_as_channels(graph: Graph, op: Op) -> Match | None:
     def build(patch: Patch) -> Value:
         x = view.base
         if not of_tokens:
-            split = in_shape(patch, x, (images[0] // heads, heads, -1, features))
+            split = in_shape(patch, x, (batch, heads, -1, features))
             x = transposed(patch, split, (0, 2, 1, 3))
-        rows = in_shape(patch, x, (images[0] // heads, *places, heads * features))
+        rows = in_shape(patch, x, (batch, *places, heads * features))
         given = [transposed(patch, rows, channels_from_last(rank))]
         for array, name in ((weight, "filters"), (bias, "bias")):
             if array is not None:
                 given.append(patch.constant(np.tile(array, (heads, *(1,) * (array.ndim - 1))), name))
         made = patch.add("Conv", given, replace(op.attrs, group=heads * features))
-        rows = in_shape(
-            patch, transposed(patch, made, channels_to_last(rank)), (images[0] // heads, -1, heads, features)
-        )
+        rows = in_shape(patch, transposed(patch, made, channels_to_last(rank)), (batch, -1, heads, features))
         return in_shape(patch, transposed(patch, rows, (0, 2, 3, 1)), shape)
 
     return Match((op,), build)

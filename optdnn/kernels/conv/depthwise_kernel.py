@@ -207,6 +207,7 @@ def launch(
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
     parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, *begins(problem))
+    # of volumes, also the frames of a volume and the gap behind it; the input's come later
     frames = [()] * 3 if s.depth is None else [(), *((s.depth.out, gap) for gap in problem.gaps[1:])]
     places = zip(problem.pitch, problem.apart, frames, strict=True)
     parameters.i32(*itertools.chain(*((pitch, apart, *more) for pitch, apart, more in places)))

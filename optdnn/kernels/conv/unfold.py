@@ -108,6 +108,12 @@ def slice_along(graph: Graph, op: Op, axis: int) -> range | None:
     return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
 
 
+def _steps(found: Frames, x: TensorView) -> tuple[list[int], list[int]]:
+    """Along each axis of a slice, the strides of the operand and of positions."""
+    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
+    return steps, [found.step if i == found.axis else 0 for i in range(len(x.shape))]
+
+
 def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int], list[list[int]], TensorView]:
     """The sizes of the merged axes; along them, the strides of the result, of the operand and of positions; and the
     result with an axis of slices."""
@@ -116,8 +122,7 @@ def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int]
     # The slices are a separate axis before the axis along which they are joined.
     shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
     to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
-    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
-    places = [found.step if i == found.axis else 0 for i in range(len(x.shape))]
+    steps, places = _steps(found, x)
     steps.insert(along, found.distance * x.strides[found.axis])
     places.insert(along, found.distance)
     dims, strides = merge(shape, [to.strides, steps, places])
@@ -183,9 +188,8 @@ def _pixel(x: TensorView, to: TensorView, vec: int) -> int:
 
 def _outer(found: Frames, x: TensorView, to: TensorView) -> tuple[list[int], list[list[int]]]:
     """Sizes and strides, as of :func:`_walk`, of the axes before that of taps."""
-    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides[:-1])]
-    places = [found.step if i == found.axis else 0 for i in range(len(x.shape) - 1)]
-    return merge(to.shape[:-2], [to.strides[:-2], steps, places])
+    steps, places = _steps(found, x)
+    return merge(to.shape[:-2], [to.strides[:-2], steps[:-1], places[:-1]])
 
 
 def _by_pixels(found: Frames, x: TensorView, to: TensorView, t: str, fill: int, wide: int) -> str:

@@ -43,7 +43,7 @@ class VolumeStem(StemConv):
         return no_tile(b, self._problem(b, op))
 
     def _moving_seconds(self, b: Builder, op: Op) -> float:
-        """Those of the copy, and of the conversion before it: this kernel reads what is converted."""
+        """Those of the copy, and of the conversion before it: this kernel reads the input of the conversion."""
         found, read = self._volume(b, op), self._source(b, op)
         own, item = copy_seconds(b, found), b.graph.type(found.x).dtype.itemsize
         return own if read.dtype.itemsize == item else own + moved_seconds(read.size * (read.dtype.itemsize + item))
