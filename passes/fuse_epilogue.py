@@ -86,7 +86,7 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if op.kind == "MatMul" and (found := selection(graph, op)) is not None and read_in_place(found, context):
+        if op.kind == "MatMul" and (found := selection(graph, op)) is not None and read_in_place(graph, found, context):
             return Miss("the launch that reads a matrix for each row in place has no epilogue")
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")

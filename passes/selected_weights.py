@@ -1,25 +1,25 @@
 """Rows that each select a matrix are multiplied with all matrices, and each row keeps the result of its matrix.
 
 A mixture of experts is exported as ``weights[expert of each row] @ row``: the matrix of its expert is copied for each row, and
-each row is a product by itself. If there are no more matrices than rows, the product of all rows with all matrices is faster: it
-reads each weight once and runs on tensor cores, and a gather picks the results. Rows that are repeated for each of their experts
-are multiplied once.
+each row is a product by itself. GPUs have kernels that read the matrices in place. They take rows that are repeated for each of
+their experts once: ``W[experts (T, times)] @ x (T, 1, K, 1)``.
 
-At 16 bits, GPUs have a kernel that reads the matrix of each row in place. It is faster as long as the matrices of all rows are read
-in less time than the gather's launch takes.
+Without these kernels, and if there are no more matrices than rows, the product of all rows with all matrices is faster: it reads
+each weight once, and a gather picks the results.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.gather import GatherNDAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
-from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
-from optdnn.passes.support.selected_matrices import read_in_place, selection
+from optdnn.passes.support.selected_matrices import Selection, read_in_place, selection
 
 MOST = 128
 """Most matrices for which one product with all of them is faster than a copy of one per row. The arithmetic grows with their
@@ -36,13 +36,17 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     width, size, rows = found.width, found.size, operand(op, 1 - found.slot)
     if not isinstance(count, int):
         return Miss("the number of rows is not known")
+    once, times, between = _repeated(graph, rows, size)
+    if read_in_place(graph, found, context):
+        if times == 1:
+            return Miss("one launch reads the matrices of all rows in place")
+        return Match(
+            (op, pick, *between), partial(_read_once, found=found, index=operand(pick, 1), once=once, times=times)
+        )
     if count < many:
         return Miss(f"there are more matrices ({many}) than rows ({count})")
     if many > min(MOST, size):
         return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")
-    if read_in_place(found, context) and 2 * count * width * size <= LAUNCH_BYTES:
-        return Miss("one launch reads the matrices of all rows in place")
-    once, times, between = _repeated(graph, rows, size)
     different = count // times
 
     def build(patch: Patch) -> Value:
@@ -55,6 +59,16 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
         return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
 
     return Match((op, pick, *between), build)
+
+
+def _read_once(patch: Patch, found: Selection, index: Value, once: Value, times: int) -> Value:
+    """Add the product of rows that select ``times`` matrices each."""
+    count, size, width, axis = found.rows, found.size, found.width, found.slot - 2
+    experts = reshaped(patch, index, (count // times, times))
+    own = patch.add("Gather", [operand(found.pick), experts], GatherAttrs(0))
+    rows = reshaped(patch, once, (count // times, 1, *((size, 1) if axis == -2 else (1, size))))
+    made = patch.add("MatMul", [own, rows] if axis == -2 else [rows, own], MatMulAttrs())
+    return reshaped(patch, made, (count, width, 1) if axis == -2 else (count, 1, width))
 
 
 def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:

@@ -109,9 +109,9 @@ def _infer_selected_product(call: Call) -> Result:
     require_rank(x, 2, "SelectedProduct rows")
     require_rank(weights, 3, "SelectedProduct weights")
     agree(x.dims[1], weights.dims[2], f"SelectedProduct weights {weights} do not fit rows {x}")
-    require_rank(index, 1, "SelectedProduct indices")
-    agree(x.dims[0], index.dims[0], f"SelectedProduct indices {index} are not one for each row of {x}")
-    return Result((x.with_shape((x.dims[0], weights.dims[1])),))
+    require_rank(index, 2, "SelectedProduct indices")
+    agree(x.dims[0], index.dims[0], f"SelectedProduct indices {index} are not some for each row of {x}")
+    return Result((x.with_shape((*index.dims, weights.dims[1])),))
 
 
 def _infer_normed_product(call: Call) -> Result:

@@ -8,9 +8,10 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.types import INT64
 
 ROW = 8
-"""The kernel that reads selected matrices in place loads rows of a multiple of this many elements."""
+"""The kernels that read selected matrices in place load rows of a multiple of this many elements."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ def selection(graph: Graph, op: Op) -> Selection | None:
     return Selection(slot, pick, many, shape[0], width, size)
 
 
-def read_in_place(found: Selection, context: PassContext) -> bool:
+def read_in_place(graph: Graph, found: Selection, context: PassContext) -> bool:
     """Whether a kernel of the target reads the matrix of each row where it is; else each row gets a copy of its matrix."""
-    return context.on_gpu and "16" in context.precision and found.size % ROW == 0
+    index = operand(found.pick, 1)
+    known = graph.constant_value(index) is not None
+    return context.on_gpu and found.size % ROW == 0 and graph.type(index).dtype == INT64 and not known
 
 
 def _picked(graph: Graph, value: Value | None) -> Op | None:

@@ -173,8 +173,12 @@ def row_product(
 
 
 def selected_product(run: Run, x: Array, w: Array, index: Array) -> tuple[Array, ...]:
-    """Each row of x (M, K) times its own matrix (N, K), which an index (M) selects from w."""
-    return ((w[index] @ x[..., None])[..., 0],)
+    """Each row of x (M, K) times the matrices (N, K) that its indices (M, times) select from w."""
+    y = np.empty((*index.shape, w.shape[1]), x.dtype)
+    for matrix in np.unique(index):
+        rows, places = np.nonzero(index == matrix)
+        y[rows, places] = x[rows] @ w[matrix].T
+    return (y,)
 
 
 def packed_row_product(

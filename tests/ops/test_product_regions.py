@@ -65,12 +65,12 @@ def test_paired_product() -> None:
 
 
 def test_selected_product() -> None:
-    x, w, index = random(3, 6), random(4, 5, 6), np.array([2, -1, 0])
+    x, w, index = random(3, 6), random(4, 5, 6), np.array([[2, 1], [-1, 0], [0, 2]])
     (y,) = results("SelectedProduct", Attrs(), [x, w, index])
-    np.testing.assert_allclose(y, np.stack([w[2] @ x[0], w[3] @ x[1], w[0] @ x[2]]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, np.einsum("mtnk,mk->mtn", w[index], x), rtol=1e-5, atol=1e-5)
     with pytest.raises(ShapeError, match="do not fit rows"):
         infer("SelectedProduct", Attrs(), [x[:, :5], w, index])
-    with pytest.raises(ShapeError, match="not one for each row"):
+    with pytest.raises(ShapeError, match="not some for each row"):
         infer("SelectedProduct", Attrs(), [x, w, index[:2]])
 
 

@@ -11,12 +11,13 @@ from support.net import Net
 
 from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.reduce import ArgAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
-from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.selected_weights import MOST, SelectedWeights
+from optdnn.types import INT32
 
 ROWS, SIZE, WIDTH = 6, 5, 3
 
@@ -59,13 +60,14 @@ def test_rows_take_their_product_of_all(take: Take, slot: int) -> None:
     assert not list(after.of_kind("Gather"))
 
 
-def repeated(axis: int = 1) -> Graph:
+def repeated(axis: int = 1, *, slot: int = 0, size: int = SIZE) -> Graph:
     """Each row selects two of four matrices: it is repeated next to itself, or all rows are after all rows."""
     n = Net(np.float64)
-    x = n.op("Unsqueeze", n.input(3, SIZE), n.ints(axis))
-    x = n.op("Expand", x, n.ints(*((3, 2) if axis == 1 else (2, 3)), SIZE))
-    own = gathered(n, n.random(4, WIDTH, SIZE), ROWS, 4)
-    return n.done(n.op("MatMul", own, n.op("Reshape", x, n.ints(ROWS, SIZE, 1))))
+    x = n.op("Unsqueeze", n.input(3, size), n.ints(axis))
+    x = n.op("Expand", x, n.ints(*((3, 2) if axis == 1 else (2, 3)), size))
+    own = gathered(n, n.random(4, *((WIDTH, size) if slot == 0 else (size, WIDTH))), ROWS, 4)
+    x = n.op("Reshape", x, n.ints(ROWS, *((size, 1) if slot == 0 else (1, size))))
+    return n.done(n.op("MatMul", *((own, x) if slot == 0 else (x, own))))
 
 
 def test_repeated_rows_are_multiplied_once() -> None:
@@ -109,7 +111,7 @@ def test_matrices_that_one_launch_reads_in_place_stay(slot: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "size"), [("cpu", "fp16", 8), ("cuda:sm_90a", "fp32", 8), ("cuda:sm_90a", "fp16", 12)]
+    ("target", "precision", "size"), [("cpu", "fp16", 8), ("cuda:sm_90a", "fp32", 12), ("cuda:sm_90a", "fp16", 12)]
 )
 def test_targets_and_rows_without_that_kernel(target: str, precision: str, size: int) -> None:
     check_pass(
@@ -117,11 +119,24 @@ def test_targets_and_rows_without_that_kernel(target: str, precision: str, size:
     )
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_many_rows_would_read_more_than_a_launch_takes(more: int) -> None:
-    rows = LAUNCH_BYTES // (2 * WIDTH * 512) + more
-    report = SelectedWeights()(mixture(rows=rows, size=512), FP16)
-    assert report.changes == more
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_rows_of_several_experts_are_read_once(slot: int, precision: str) -> None:
+    context = PassContext(target="cuda:sm_90a", precision=precision)
+    after, _ = check_pass(SelectedWeights(), repeated(slot=slot, size=8), changes=1, context=context)
+    (product,), (pick,) = after.of_kind("MatMul"), after.of_kind("Gather")
+    assert product.outputs[0].type.dims == ((3, 2, WIDTH, 1) if slot == 0 else (3, 2, 1, WIDTH))
+    assert pick.outputs[0].type.dims[:2] == (3, 2)
+    assert "Expand" not in after.kinds()
+
+
+def test_indices_of_other_types_are_not_read_in_place() -> None:
+    n = Net(np.float64)
+    index = n.op("Cast", expert(n, ROWS, 4), attrs=CastAttrs(INT32))
+    own = n.op("Gather", n.random(4, WIDTH, 8), index, attrs=GatherAttrs(0))
+    graph = n.done(n.op("MatMul", own, n.input(ROWS, 8, 1)))
+    after, _ = check_pass(SelectedWeights(), graph, changes=1, context=FP16)
+    assert after.of_kind("GatherND")
 
 
 def test_stages_of_matrices_that_are_read_in_place_stay_apart() -> None:
@@ -129,7 +144,7 @@ def test_stages_of_matrices_that_are_read_in_place_stay_apart() -> None:
     own = gathered(n, n.random(4, WIDTH, 8), 2, 4)
     graph = n.done(n.op("Relu", n.op("MatMul", own, n.input(2, 8, 1))))
     check_refused(FuseEpilogue(), graph, because="reads a matrix for each row in place has no epilogue", context=FP16)
-    check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="cuda:sm_90a", precision="fp32"))
+    check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="cpu", precision="fp32"))
 
 
 def test_several_columns_for_each_matrix_stay() -> None:

@@ -92,10 +92,11 @@ def launch(
     *,
     epsilon: float = 0.0,
     stack: int = 0,
+    times: int = 1,
 ) -> Launch:
     """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``;
     ``beside`` and ``beside_bias`` of a second product; ``scale`` (fp32 ``[depth]``) of a norm. With selected matrices: ``weights``
-    (``[stack, columns, depth]``) and ``index`` (int64 ``[selected]``), and no bias."""
+    (``[stack, columns, depth]``) and ``index`` (int64 ``[selected]``), and no bias; ``times`` neighboring ones read one row of ``x``."""
     bias = None if problem.selected else "bias"
     parameters = Parameters().pointer("x", "weights", bias, "residual" if problem.residual else None, "output")
     parameters.pointer(*(("beside", "beside_bias") if problem.matrices > 1 else (None, None)))
@@ -103,7 +104,7 @@ def launch(
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
     blocks = -(-problem.columns // config.columns)
     if problem.selected:
-        parameters.pointer("index").i64(stack)
+        parameters.pointer("index").i64(stack).i32(times)
     grid = (blocks, problem.selected, 1) if problem.selected else blocks
     return parameters.launch(recipe(problem, config, gpu.arch), "gemv", grid, config.warps * 32)
 

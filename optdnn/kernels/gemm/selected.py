@@ -1,5 +1,5 @@
-"""Rows that each select a matrix of a constant stack: the launch reads the selected matrices in place. A mixture of experts, at a
-decode step, multiplies a token with the matrices of its few experts (``weights[experts] @ token``)."""
+"""Rows that each select a matrix of a constant stack: the launch reads the selected matrices in place. A mixture of experts multiplies
+each token with the matrices of its few experts (``weights[experts] @ token``)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,62 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.strips import contiguous
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, products
+from optdnn.kernels.conv.fp32_kernel import LARGEST
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore, kernel_offers
+from optdnn.kernels.gemm import selected_kernel as tiles
+from optdnn.kernels.launch import Launch
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore, costlier, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import FP32
+from optdnn.types import BF16, FP16, FP32, Array
 
 MOST = 65535
-"""Most rows: a grid has no more blocks along y."""
+"""Most rows, or matrices: a grid has no more blocks along y."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The Gather that takes a matrix for each row, its place among the product's operands, and the rows."""
+    """The Gather that takes a matrix for each row, its place among the product's operands, the rows, and how many neighboring results
+    read one row."""
 
     pick: Op
     slot: int
     rows: Value
+    times: int
 
 
-class SelectedGemv(TakesBefore, ProblemTactic):
-    """MatMul of rows of 16-bit floats, each with its own matrix of a constant stack, and the Gather before it."""
+@dataclass(frozen=True)
+class Views:
+    """The rows (M, K), the result (M, times, N) and the indices (M, times)."""
 
-    name = "gemv_selected"
-    row_invariant: ClassVar[bool] = False
-    """With more rows, a product with all matrices, which sums in another order, takes its place."""
+    x: TensorView
+    out: TensorView
+    index: TensorView
+
+    def refuse(self) -> str | None:
+        """Why no launch reads or writes them."""
+        if self.x.strides[1] != 1 or (self.out.strides[2] != 1 and self.out.shape[2] > 1):
+            return "elements of its rows or of its result lie apart"
+        rows, times, _ = self.out.shape
+        if (self.index.strides[1] != 1 and times > 1) or (self.index.strides[0] != times and rows > 1):
+            return "its indices lie apart"
+        if self.out.strides[0] != times * self.out.strides[1] and 1 not in (rows, times):
+            return "rows of its result lie apart"
+        return None
+
+    @property
+    def count(self) -> int:
+        """Number of the result's rows."""
+        return self.out.shape[0] * self.out.shape[1]
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of the result to the next."""
+        return self.out.strides[0] if self.out.shape[1] == 1 else self.out.strides[1]
+
+
+class _Selected(TakesBefore, ProblemTactic):
+    """MatMul of rows, each with its own matrix of a constant stack, and the Gather before it."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = selection(b.graph, op)
@@ -43,79 +74,174 @@ class SelectedGemv(TakesBefore, ProblemTactic):
             return "it has no matrices that indices select from a constant stack, one for each row"
         if op.attrs.prologue or op.attrs.epilogue:
             return "it has stages"
-        if products(b, op) not in ("float16", "bfloat16"):
-            return f"the kernel takes 16-bit floats, not {products(b, op)}"
-        x, out, index = self.views(b, op, found)
-        if x.shape[0] > MOST:
-            return f"it is for up to {MOST} rows, not {x.shape[0]}"
-        if x.shape[1] % 8 or x.strides[1] != 1 or x.strides[0] % 8 or x.offset % 8:
-            return "16-byte loads need rows of a multiple of 8 elements that begin at such multiples"
-        if (out.strides[1] != 1 and out.shape[1] > 1) or (index.strides[0] != 1 and index.shape[0] > 1):
-            return "elements of its result, or indices, lie apart"
-        return None
+        return _views(b, op).refuse()
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operator that selects the matrices."""
         found = selection(graph, op)
         return [] if found is None else [found.pick]
 
-    @staticmethod
-    def views(b: Builder, op: Op, found: Selection) -> tuple[TensorView, TensorView, TensorView]:
-        """The rows (M, K), the result (M, N) and the indices (M)."""
-        unit = 2 - found.slot
-        return _without(b.source(found.rows), unit), _without(b.result(op.value), unit), b.operand(found.pick.inputs[1])
+    def emit_launch(
+        self, b: Builder, op: Op, launch: Launch, views: Views, weights: TensorView, read: TensorView, pick: Op
+    ) -> None:
+        """Add the launch. ``read``: the weights as (matrices, N, K)."""
+        operands = {"x": views.x, "weights": weights, "index": views.index, "output": views.out}
+        covers = replace(op, src=op.src | pick.src)
+        b.emit(covers, launch, operands, "SelectedProduct", {}, [views.x, read, views.index], [views.out])
+
+
+class SelectedGemv(_Selected):
+    """For few rows of 16-bit floats: each reads its matrix."""
+
+    name = "gemv_selected"
+    row_invariant: ClassVar[bool] = False
+    """Tiles, which are faster with more rows, sum in another order."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = super().refuse(b, op)
+        if why is not None:
+            return why
+        if products(b, op) not in ("float16", "bfloat16"):
+            return f"the kernel takes 16-bit floats, not {products(b, op)}"
+        v = _views(b, op)
+        x = v.x
+        if v.count > MOST:
+            return f"it is for up to {MOST} rows, not {v.count}"
+        if x.shape[1] % 8 or x.strides[0] % 8 or x.offset % 8:
+            return "16-byte loads need rows of a multiple of 8 elements that begin at such multiples"
+        return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """To tiles, if they are predicted to be faster."""
+        other = SelectedTiles()
+        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def problem(self, b: Builder, op: Op) -> gemv.Problem:
-        found = selection(b.graph, op)
-        assert found is not None
-        x, out, _ = self.views(b, op, found)
-        wide = out.dtype == FP32
-        return gemv.Problem(1, out.shape[1], x.shape[1], (), map_dtype(x.dtype), wide, selected=x.shape[0])
+        v = _views(b, op)
+        wide = v.out.dtype == FP32
+        return gemv.Problem(1, v.out.shape[2], v.x.shape[1], (), map_dtype(v.x.dtype), wide, selected=v.count)
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return kernel_offers(gemv, problem, fitted(gpu))
 
     def emit(self, b: Builder, op: Op, config: gemv.Config) -> None:
-        found = selection(b.graph, op)
-        assert found is not None
-        problem, stack = self.problem(b, op), b.graph.constant_value(found.pick.inputs[0])
-        assert stack is not None
+        found, stack = _stack(b, op)
+        problem = self.problem(b, op)
         b.target(op.value)
-        x, out, index = (b.made(v) for v in self.views(b, op, found))
-        turned = stack if found.slot == 0 else np.swapaxes(stack, 1, 2)
-        rows = b.kept.once("selected", [turned], lambda: contiguous(turned))
-        weights = b.constant(rows, f"{op.outputs[0].name}.weights")
-        launch = gemv.launch(problem, config, b.gpu, x.strides[0], out.strides[0], stack=len(stack))
-        operands = {"x": x, "weights": weights, "index": index, "output": out}
-        covers = replace(op, src=op.src | found.pick.src)
-        b.emit(covers, launch, operands, "SelectedProduct", {}, [x, weights, index], [out])
+        v = _made(b, op, found)
+        weights = _weights(b, op, stack, turned=found.slot == 1)
+        launch = gemv.launch(problem, config, b.gpu, v.x.strides[0], v.pitch, stack=len(stack), times=found.times)
+        self.emit_launch(b, op, launch, v, weights, weights, found.pick)
 
 
-def _without(view: TensorView, axis: int) -> TensorView:
-    """The view without an axis of size 1."""
-    kept = [i for i in range(len(view.shape)) if i != axis]
-    return view.view(tuple(view.shape[i] for i in kept), tuple(view.strides[i] for i in kept))
+class SelectedTiles(_Selected):
+    """For any number of rows: those that selected one matrix are multiplied in tiles."""
+
+    name = "selected_tiles"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = super().refuse(b, op)
+        if why is not None:
+            return why
+        _, stack = _stack(b, op)
+        x = _views(b, op).x
+        if x.dtype not in (FP16, BF16, FP32):
+            return f"the kernel takes floats of 16 or 32 bits, not {x.dtype}"
+        if len(stack) > MOST:
+            return f"it is for up to {MOST} matrices, not {len(stack)}"
+        if x.shape[0] * abs(x.strides[0]) >= LARGEST:
+            return "its rows have 2^31 elements or more"
+        if x.dtype != FP32 and (x.shape[1] % 8 or x.strides[0] % 8 or x.offset % 8):
+            return "16-byte loads need rows of a multiple of 8 elements that begin at such multiples"
+        return None
+
+    def problem(self, b: Builder, op: Op) -> tiles.Problem:
+        (found, stack), v = _stack(b, op), _views(b, op)
+        dtype = map_dtype(v.x.dtype) if v.x.dtype != FP32 else "tfloat32" if has_tf32(op) else "float32"
+        columns = v.out.shape[2]
+        vectors = columns % 8 == 0 and v.out.offset % 8 == 0 and v.pitch % 8 == 0
+        return tiles.Problem(v.count, found.times, len(stack), columns, v.x.shape[1], dtype, v.out.dtype, vectors)
+
+    def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return kernel_offers(tiles, problem, fitted(gpu))
+
+    def emit(self, b: Builder, op: Op, config: tiles.Config) -> None:
+        found, stack = _stack(b, op)
+        b.target(op.value)
+        problem, v = self.problem(b, op), _made(b, op, found)
+        scalar = (
+            problem.dtype == "float32"
+        )  # its tiles copy neighboring columns, the others neighboring elements along K
+        weights = _weights(b, op, stack, turned=(found.slot == 1) != scalar)
+        many, one, two = weights.strides
+        place, column = (one, two) if scalar else (two, one)
+        turned = weights.view((len(stack), problem.columns, problem.depth), (many, column, place))
+        launch = tiles.launch(problem, config, b.gpu, (many, place, column), v.x.strides[0], v.pitch)
+        self.emit_launch(b, op, launch, v, weights, turned, found.pick)
+
+
+def _views(b: Builder, op: Op) -> Views:
+    """What the product reads and writes."""
+    found = selection(b.graph, op)
+    assert found is not None
+    return _views_of(found, b.source(found.rows), b.result(op.value), b.operand(found.pick.inputs[1]))
+
+
+def _made(b: Builder, op: Op, found: Selection) -> Views:
+    """:func:`_views`, in memory."""
+    index = b.operand(found.pick.inputs[1])
+    return _views_of(found, b.made(b.source(found.rows)), b.target(op.value), b.made(index))
+
+
+def _views_of(found: Selection, x: TensorView, out: TensorView, index: TensorView) -> Views:
+    axis, rows = found.slot - 2, x.shape[0]  # the axis of a row's elements, and of its results
+    return Views(
+        x.view((rows, x.shape[axis]), (x.strides[0], x.strides[axis])),
+        out.view(
+            (rows, found.times, out.shape[axis]),
+            (out.strides[0], out.strides[1 if found.times > 1 else 0], out.strides[axis]),
+        ),
+        index.view((rows, found.times), (index.strides[0], index.strides[-1] if found.times > 1 else 1)),
+    )
+
+
+def _stack(b: Builder, op: Op) -> tuple[Selection, Array]:
+    found = selection(b.graph, op)
+    assert found is not None
+    stack = b.graph.constant_value(found.pick.inputs[0])
+    assert stack is not None
+    return found, stack
+
+
+def _weights(b: Builder, op: Op, stack: Array, *, turned: bool) -> TensorView:
+    """The stack as a constant, with the last two axes of its matrices exchanged if ``turned``."""
+    matrices = np.swapaxes(stack, 1, 2) if turned else stack
+    rows = b.kept.once("selected", [matrices], lambda: contiguous(matrices))
+    return b.constant(rows, f"{op.outputs[0].name}.weights")
 
 
 def selection(graph: Graph, op: Op) -> Selection | None:
-    """What the product selects: ``W[index] @ x`` with columns x (M, K, 1), or ``x @ W[index]`` with rows x (M, 1, K); else None."""
+    """What the product selects: ``W[index] @ x`` with columns x (M, K, 1), or ``x @ W[index]`` with rows x (M, 1, K); else None. If a row
+    selects several matrices, x is (M, 1, K, 1) or (M, 1, 1, K), and the index (M, times)."""
     for slot in (0, 1):
         value, rows = op.inputs[slot], op.inputs[1 - slot]
         pick = None if value is None else graph.op(value)
         if pick is None or value is None or rows is None or not _picks(graph, pick) or graph.sole_user(value) is None:
             continue
         own, picked = graph.type(rows), graph.type(value)
-        fixed = own.is_static and picked.is_static and own.rank == 3
-        if fixed and own.dims[2 - slot] == 1 and own.dims[0] == picked.dims[0]:
-            return Selection(pick, slot, rows)
+        if not (own.is_static and picked.is_static and own.rank == picked.rank and own.rank in (3, 4)):
+            continue
+        many = own.rank == 4
+        if own.dims[-1 - slot] == 1 and own.dims[0] == picked.dims[0] and (not many or own.dims[1] == 1):
+            return Selection(pick, slot, rows, picked.static_shape[1] if many else 1)
     return None
 
 
 def _picks(graph: Graph, op: Op) -> bool:
-    """Whether an operator takes matrices from a constant stack by an int64 vector of indices in memory."""
+    """Whether an operator takes matrices from a constant stack by int64 indices in memory."""
     table, index = op.input(0), op.input(1)
     if op.kind != "Gather" or table is None or index is None or graph.constant_value(table) is None:
         return False
     if graph.constant_value(index) is not None or graph.type(index).dtype != np.int64:
         return False
-    return graph.type(table).rank == 3 and graph.type(index).rank == 1 and op.attrs.axis in (0, -3)
+    return graph.type(table).rank == 3 and graph.type(index).rank in (1, 2) and op.attrs.axis in (0, -3)

@@ -55,13 +55,17 @@ class Tile:
         ring = 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
         return max(ring, _staged_bytes(self))
 
-    def defines(self) -> str:
-        """The first lines of the kernel's source."""
+    def macros(self) -> str:
+        """The definitions that ``matmul_fp32.cuh`` needs."""
         values = {
             "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
             "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together), "ROWS_TOGETHER": int(self.rows_together),
         }  # fmt: skip
-        return f'{render.constants(values)}\n#include "matmul_fp32.cuh"'
+        return render.constants(values)
+
+    def defines(self) -> str:
+        """The first lines of the kernel's source."""
+        return f'{self.macros()}\n#include "matmul_fp32.cuh"'
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,19 @@ class MatrixTile:
         ring = MATRIX_STAGES * (self.left.bytes(self.rows, self.item) + self.right.bytes(self.columns, self.item))
         return max(ring, _staged_bytes(self))
 
-    def defines(self) -> str:
-        """The first lines of the kernel's source."""
+    def macros(self) -> str:
+        """The definitions that ``matmul_mma.cuh`` needs."""
         ways = {
             f"{side}_{name}": int(value)
             for side, way in (("LEFT", self.left), ("RIGHT", self.right))
             for name, value in (("ALONG", way.along), ("PIECE", way.piece))
         }
         values = {"BM": self.rows, "BN": self.columns, "STAGES": MATRIX_STAGES, "ITEM": self.item, **ways}
-        return f'{render.constants(values)}\n{render.mma(self.dtype)}\n#include "matmul_mma.cuh"'
+        return f"{render.constants(values)}\n{render.mma(self.dtype)}"
+
+    def defines(self) -> str:
+        """The first lines of the kernel's source."""
+        return f'{self.macros()}\n#include "matmul_mma.cuh"'
 
 
 def _staged_bytes(tile: Tile | MatrixTile) -> int:

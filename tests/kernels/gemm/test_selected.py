@@ -16,20 +16,35 @@ from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.kernels.gemm import selected_kernel as tiles
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.sort import TopKAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.types import FP16
+from optdnn.types import BF16, FP16, FP32
 
 
 def experts(
     form: str = "columns", *, rows: int = 3, many: int = 8, depth: int = 64, columns: int = 40, kind: str = "GatherND", step: int = 1,
-    after: str = "",
+    after: str = "", times: int = 0, one: bool = False,
 ) -> Graph:  # fmt: skip
-    """``W[index] @ columns`` or ``rows @ W[index]``. The indices come from a TopK of scores; ``after``: what reads the product."""
+    """``W[index] @ columns`` or ``rows @ W[index]``. The indices come from a TopK of scores; ``after``: what reads the product. ``times``:
+    each row is repeated for so many matrices (0: it is one token, which selects ``rows`` of them). ``one``: all rows select the same."""
     n = Net()
     top = TopKAttrs(1, True, True)
+    if times:
+        scores = n.input(rows, many, name="scores")
+        if one:
+            scores = n.op("Add", n.op("Mul", scores, n.const(1e-3)), n.const(np.eye(many)[many // 2]))
+        _, index = n.op("TopK", scores, n.ints(times), attrs=top, outputs=2)
+        own = n.op(
+            "Gather",
+            n.random(many, columns, depth, scale=depth**-0.5),
+            n.op("Reshape", index, n.ints(-1)),
+            attrs=GatherAttrs(0),
+        )
+        x = n.op("Expand", n.op("Unsqueeze", n.input(rows, depth), n.ints(1)), n.ints(rows, times, depth))
+        return n.done(n.op("MatMul", own, n.op("Reshape", x, n.ints(rows * times, depth, 1))))
     _, index = n.op("TopK", n.input(1, many, name="scores"), n.ints(rows * step), attrs=top, outputs=2)
     index = n.op("Reshape", index, n.ints(rows * step, 1) if kind == "GatherND" else n.ints(rows * step))
     if step > 1:
@@ -49,7 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
     "rows": {"form": "rows", "kind": "Gather"},
     "one row of many": {"rows": 1, "many": 16, "depth": 264, "columns": 33},
     "an activation after it": {"after": "Relu"},
+    "rows of two experts": {"rows": 5, "times": 2, "depth": 72},
 }
+MANY: dict[str, dict[str, Any]] = {
+    "some of each": {"rows": 300, "times": 2, "depth": 136},
+    "more than a tile of each": {"rows": 600, "times": 3, "depth": 64, "columns": 200},
+    "all of one": {"rows": 1500, "times": 1, "one": True, "depth": 40, "columns": 72},
+    "of many": {"rows": 90, "times": 4, "many": 64, "depth": 256, "columns": 129},
+}
+"""Of more rows: tiles."""
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -58,6 +81,15 @@ def test_selected_matrices_are_read_in_place(name: str, precision: str) -> None:
     program = check_simulated(experts(**CASES[name]), precision)
     assert "SelectedProduct" in kinds(program)
     assert not {"Gather", "GatherND", "MatMul"} & set(kinds(program))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", MANY)
+def test_many_rows_are_multiplied_in_tiles(name: str, precision: str) -> None:
+    program = check_simulated(experts(**MANY[name]), precision)
+    assert "SelectedProduct" in kinds(program)
+    assert not {"Gather", "GatherND", "MatMul", "Copy", "Expand"} & set(kinds(program))
+    assert "selected_tiles" in {k.function for k in program.kernels}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +111,8 @@ def test_a_grid_has_no_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_for_16_bit_floats() -> None:
-    check_not_taken(experts(), "gemv_selected", "16-bit floats", "SelectedProduct", precision="fp32")
+    program = check_simulated(experts(), "fp32")
+    assert "gemv" not in {k.function for k in program.kernels}
 
 
 def test_indices_that_are_known_select_nothing_at_run_time() -> None:
@@ -127,8 +160,27 @@ def test_kernels_do_not_spill() -> None:
             check_spills(gemv.recipe(problem, config, arch))
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tfloat32", "float32"])
+def test_tiles_do_not_spill(dtype: str, arch: str) -> None:
+    result = {"float16": FP16, "bfloat16": BF16}.get(dtype, FP32)
+    problem = tiles.Problem(4096, 4, 32, 1024, 1024, dtype, result, vectors=True)
+    for config in tiles.candidates(problem, of_arch("sm_90a"), 99):
+        launch = tiles.launch(problem, config, of_arch(arch), (1 << 20, 1, 1024), 1024, 1024)
+        if config.parts == 1:
+            check_spills(launch.recipe)
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu(name: str, precision: str) -> None:
     assert "SelectedProduct" in {e.kind for e in checked_launches(experts(**CASES[name]), precision)}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", MANY)
+def test_tiles_on_a_gpu(name: str, precision: str) -> None:
+    assert "SelectedProduct" in {e.kind for e in checked_launches(experts(**MANY[name]), precision)}

@@ -52,6 +52,7 @@ struct Params {
 #ifdef SELECTED
     const long long* index;                        // [rows]
     long long matrices;                            // of the stack
+    int times;                                     // neighboring rows that are one row of x
 #endif
 };
 
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     grid_dependency_wait();
     const long long given = p.index[blockIdx.y], matrix = given < 0 ? given + p.matrices : given;
     weights += min(max(matrix, 0ll), p.matrices - 1) * p.columns * p.k;
-    x_rows += (long long)blockIdx.y * p.x_pitch;
+    x_rows += (long long)(blockIdx.y / p.times) * p.x_pitch;
     output += (long long)blockIdx.y * p.out_pitch;
 #endif
     const u16* rows[ALL];

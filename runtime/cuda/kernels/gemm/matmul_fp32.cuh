@@ -10,8 +10,9 @@ struct Matrix {
     int row, column;
 };
 
-// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products.
-DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k) {
+// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products. ``taken``: the numbers of the left rows from ``top`` on.
+DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k,
+                         const int* taken = nullptr) {
     const u32 base = u32(__cvta_generic_to_shared(shared));
     const int lane = threadIdx.x % 8, line = threadIdx.x / 8;
     constexpr int LINES = THREADS / 8, COLUMNS = BN / LINES, A_EACH = THREADS / (BM / 4), A_CHUNKS = BK / A_EACH;
@@ -21,7 +22,7 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left
         #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const int row = top + line + LINES * i;
-            a_at[i] = row < m ? row * left.row : NOWHERE;
+            a_at[i] = row < m ? (taken ? taken[row - top] : row) * left.row : NOWHERE;
         }
     }
     if (!COLUMNS_TOGETHER) {

@@ -36,6 +36,7 @@ template <int LINES, bool ALONG, int PIECE> struct Operand {
     const Number* first;
     i64 line, place;                               // strides of lines and of positions of K
     int lines, k;                                  // available lines and positions of K, from the first one on
+    const int* taken;                              // the numbers of the lines; null: they follow each other
     Number held[HELD];                             // elements in flight through registers
 
     // Of the thread's i-th piece: its line, its position of K within the stage, and its offset in the stage.
@@ -52,8 +53,8 @@ template <int LINES, bool ALONG, int PIECE> struct Operand {
         for (int i = 0; i < TURNS; i++) {
             const int l = line_of(i), z = at + place_of(i), left = ALONG ? k - z : lines - l;  // elements from here on
             const bool inside = left > 0 && (ALONG ? l < lines : z < k);
-            if constexpr (PIECE > 0) copy_or_zeros<PIECE>(smem_address(target + offset_of(i)), inside ? first + l * line + z * place : first, inside ? min(left * ITEM, PIECE) : 0);
-            else held[i] = inside ? first[l * line + z * place] : Number{};
+            if constexpr (PIECE > 0) copy_or_zeros<PIECE>(smem_address(target + offset_of(i)), inside ? first + (taken ? taken[l] : l) * line + z * place : first, inside ? min(left * ITEM, PIECE) : 0);
+            else held[i] = inside ? first[(taken ? taken[l] : l) * line + z * place] : Number{};
         }
     }
     // Stores the elements in registers into their stage.
@@ -117,10 +118,11 @@ DEVICE int own_column() { return threadIdx.x / 64 * WARP_N + threadIdx.x % 4 * 2
 constexpr int __device__ row_of(int i) { return i / 2 * 16 + i % 2 * 8; }
 constexpr int __device__ column_of(int j) { return j / 2 * 8 + j % 2; }
 
-// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products.
-DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k) {
-    Operand<BM, LEFT_ALONG, LEFT_PIECE> one = {left.first + top * left.row, left.row, left.column, m - top, k};
-    Operand<BN, RIGHT_ALONG, RIGHT_PIECE> two = {right.first + first * right.column, right.column, right.row, n - first, k};
+// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products. ``taken``: the numbers of the left rows from ``top`` on.
+DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k,
+                         const int* taken = nullptr) {
+    Operand<BM, LEFT_ALONG, LEFT_PIECE> one = {left.first + (taken ? 0 : top) * left.row, left.row, left.column, m - top, k, taken};
+    Operand<BN, RIGHT_ALONG, RIGHT_PIECE> two = {right.first + first * right.column, right.column, right.row, n - first, k, nullptr};
     u8* shared = reinterpret_cast<u8*>(memory);
     constexpr int STAGE = one.BYTES + two.BYTES;
     const int warp_m = threadIdx.x / 32 % 2 * WARP_M, warp_n = threadIdx.x / 64 * WARP_N, steps = (k + BK - 1) / BK;
