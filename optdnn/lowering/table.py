@@ -54,7 +54,7 @@ from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.gemm.row_product import RowProduct
-from optdnn.kernels.gemm.selected import SelectedGemv, SelectedTiles
+from optdnn.kernels.gemm.selected import SelectedGemv, SelectedHopper, SelectedTiles
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees, votes
 from optdnn.kernels.index.farthest import FarthestKernel
@@ -189,7 +189,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         DepthwiseTranspose(),
         DirectConvTranspose(),
     ),
-    "MatMul": (*_PRODUCTS, SelectedGemv(), SelectedTiles(), HopperMatMul(), *_LATER_PRODUCTS),
+    "MatMul": (*_PRODUCTS, SelectedGemv(), SelectedHopper(), SelectedTiles(), HopperMatMul(), *_LATER_PRODUCTS),
     "Gemm": (*_PRODUCTS, *_LATER_PRODUCTS),
     "PackedMatMul": (
         PackedRowProduct(),

@@ -14,6 +14,7 @@ from optdnn.ir.strips import contiguous
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, products
 from optdnn.kernels.conv.fp32_kernel import LARGEST
 from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.kernels.gemm import selected_hopper_kernel as hopper
 from optdnn.kernels.gemm import selected_kernel as tiles
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore, costlier, kernel_offers
@@ -178,6 +179,30 @@ class SelectedTiles(_Selected):
         turned = weights.view((len(stack), problem.columns, problem.depth), (many, column, place))
         launch = tiles.launch(problem, config, b.gpu, (many, place, column), v.x.strides[0], v.pitch)
         self.emit_launch(b, op, launch, v, weights, turned, found.pick)
+
+
+class SelectedHopper(SelectedTiles):
+    """Tiles of 16-bit floats on wgmma."""
+
+    name = "selected_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if b.arch != "sm_90a":
+            return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        if products(b, op) not in ("float16", "bfloat16"):
+            return f"the kernel takes 16-bit floats, not {products(b, op)}"
+        return super().refuse(b, op)
+
+    def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return kernel_offers(hopper, problem, fitted(gpu))
+
+    def emit(self, b: Builder, op: Op, config: hopper.Config) -> None:
+        found, stack = _stack(b, op)
+        b.target(op.value)
+        problem, v = self.problem(b, op), _made(b, op, found)
+        weights = _weights(b, op, stack, turned=found.slot == 1)
+        launch = hopper.launch(problem, config, b.gpu, v.x.strides[0], v.pitch)
+        self.emit_launch(b, op, launch, v, weights, weights, found.pick)
 
 
 def _views(b: Builder, op: Op) -> Views:

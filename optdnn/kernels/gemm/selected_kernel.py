@@ -19,8 +19,10 @@ STEP_S = 0.09e-6
 """Seconds of a block's step of 64 bytes along K, alone on its multiprocessor."""
 RATE = 0.42
 """Fraction of the tensor cores' (or in fp32 of the scalar units') speed that full tiles reach."""
+INDICES = 8
+"""Indices that a thread reads at a time."""
 CHUNK = 1024
-"""Indices that a block of 128 threads reads at a time."""
+"""Indices that a block reads at a time, about."""
 MOST_PARTS = 8
 """Most blocks that share the tiles of a matrix."""
 
@@ -73,21 +75,28 @@ def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
         ((64, 64), (64, 128), (128, 128)) if fp32 else ((32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128))
     )
     found = [
-        Config(*tile, parts) for tile in tiles for parts in (1, 2, 4, MOST_PARTS) if _is_shared(problem, tile[0], parts)
+        Config(*tile, parts)
+        for tile in tiles
+        for parts in (1, 2, 4, MOST_PARTS)
+        if shares_tiles(problem, tile[0], parts)
     ]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
 
 
-def _is_shared(problem: Problem, rows: int, parts: int) -> bool:
+def shares_tiles(problem: Problem, rows: int, parts: int) -> bool:
     """Whether a matrix that as many rows select as others has a tile for each of its blocks."""
     return parts == 1 or problem.rows >= problem.many * rows * parts
 
 
-def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds, where the rows select matrices evenly and at random: of reading the matrices, of the products of whole tiles, and
-    of the steps along K of one block after another."""
+def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
+    """The expected number of matrices that rows select evenly and at random, and of their tiles of ``rows`` rows."""
     touched = problem.many * (1 - (1 - 1 / problem.many) ** problem.rows)
-    tiles = max(touched, problem.rows / config.rows + touched / 2)
+    return touched, max(touched, problem.rows / rows + touched / 2)
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds: of reading the matrices, of the products of whole tiles, and of the steps along K of one block after another."""
+    touched, tiles = tiles_of(problem, config.rows)
     blocks = tiles * -(-problem.columns // config.columns)
     read = touched * problem.columns * problem.depth * problem.item / BYTES_PER_S
     speed = (
@@ -110,6 +119,7 @@ def launch(
     (rows, N). Pitches count elements."""
     tile = tile_of(problem, config)
     defines = {
+        "SUMS": tile.shared_bytes // 4,
         "SCALAR": int(problem.dtype == "float32"),
         "RESULT_FLOAT": int(problem.result == FP32),
         "VECTORS": int(problem.vectors),
@@ -118,8 +128,13 @@ def launch(
     parameters = Parameters().pointer("output", "x", "weights", "index")
     parameters.i32(problem.rows, problem.columns, problem.depth).sizes(problem.times)
     parameters.i64(problem.many, *steps, x_pitch, out_pitch)
-    grid = (-(-problem.columns // config.columns), problem.many, config.parts)
+    numbers = 2 * config.rows + INDICES * tile.threads + tile.threads // 32
     return parameters.generated(
-        gpu.arch, text, "selected_tiles", grid, tile.threads, shared=tile.shared_bytes, options=tile.options,
-        template="selected_tiles.cu",
+        gpu.arch, text, "selected_tiles", grid(problem, config), tile.threads, shared=tile.shared_bytes + 4 * numbers,
+        options=tile.options, template="selected_tiles.cu",
     )  # fmt: skip
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks: along columns, of each matrix, and of each part of its tiles."""
+    return (-(-problem.columns // config.columns), problem.many, config.parts)

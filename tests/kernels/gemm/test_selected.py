@@ -16,7 +16,10 @@ from support.spills import check_spills
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.kernels.gemm import selected
+from optdnn.kernels.gemm import selected_hopper_kernel as hopper
 from optdnn.kernels.gemm import selected_kernel as tiles
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.sort import TopKAttrs
@@ -66,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "an activation after it": {"after": "Relu"},
     "rows of two experts": {"rows": 5, "times": 2, "depth": 72},
 }
+LARGE = tiles.Problem(40960, 4, 32, 1024, 1024, "float16", FP16, vectors=True)
 MANY: dict[str, dict[str, Any]] = {
     "some of each": {"rows": 300, "times": 2, "depth": 136},
     "more than a tile of each": {"rows": 600, "times": 3, "depth": 64, "columns": 200},
@@ -89,7 +93,7 @@ def test_many_rows_are_multiplied_in_tiles(name: str, precision: str) -> None:
     program = check_simulated(experts(**MANY[name]), precision)
     assert "SelectedProduct" in kinds(program)
     assert not {"Gather", "GatherND", "MatMul", "Copy", "Expand"} & set(kinds(program))
-    assert "selected_tiles" in {k.function for k in program.kernels}
+    assert {"selected_tiles", "selected_sm90"} & {k.function for k in program.kernels}
 
 
 @pytest.mark.parametrize(
@@ -183,4 +187,25 @@ def test_launches_on_a_gpu(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("name", MANY)
 def test_tiles_on_a_gpu(name: str, precision: str) -> None:
+    assert "SelectedProduct" in {e.kind for e in checked_launches(experts(**MANY[name]), precision)}
+
+
+FORCED = [(hopper, c) for c in hopper.candidates(LARGE, of_arch("sm_90a"), 99)] + [
+    (tiles, c) for c in tiles.candidates(LARGE, of_arch("sm_90a"), 99)
+]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    FORCED,
+    ids=lambda x: str(x) if isinstance(x, (tiles.Config, hopper.Config)) else x.__name__[-13:],
+)
+def test_all_configurations(kernel: Any, config: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected.SelectedGemv, "refuse", lambda self, b, op: "another kernel is tested")
+    if kernel is tiles:
+        monkeypatch.setattr(selected.SelectedHopper, "refuse", lambda self, b, op: "another kernel is tested")
+    monkeypatch.setattr(selected, "kernel_offers", lambda *_: (Offer(config),))
+    precision = "bf16" if config.parts > 1 else "fp16"
     assert "SelectedProduct" in {e.kind for e in checked_launches(experts(**MANY[name]), precision)}

@@ -6,15 +6,17 @@
 // time are the rows of a tile, which are gathered from x. The tiles of a matrix are shared by gridDim.z blocks. So a matrix is read once for
 // BM rows, rows are multiplied with no other matrix, and the sums of a row do not depend on the other rows.
 //
-// generated.cuh defines the macros of a tile, multiply() on tensor cores, SCALAR (the tile is true fp32), RESULT_FLOAT (y is fp32) and VECTORS
-// (rows of y begin at multiples of 8 elements, and columns are a multiple of 8).
+// generated.cuh defines the macros of a tile, multiply() on tensor cores, SUMS (floats in shared memory for the tile), SCALAR (the tile is true
+// fp32), RESULT_FLOAT (y is fp32) and VECTORS (rows of y begin at multiples of 8 elements, and columns are a multiple of 8).
 #include "general.cuh"
 #include "generated.cuh"
 #if SCALAR
 #include "matmul_fp32.cuh"
 typedef float Number;
+#define RESIDENT 1                                 // blocks per multiprocessor that registers must allow
 #else
 #include "matmul_mma.cuh"
+#define RESIDENT (ITEM == 2 ? 3 : 1)
 #endif
 #if RESULT_FLOAT
 typedef float Result;
@@ -32,56 +34,9 @@ struct Params {
     i64 matrices, matrix_pitch, place_pitch, column_pitch, x_pitch, y_pitch;   // place, column: steps in a matrix along K and from column to column
 };
 
-constexpr int INDICES = 8, CHUNK = THREADS * INDICES;   // that a thread, and a block, read at a time
-constexpr int WARPS = THREADS / 32, PITCH = BN + 8, LANES = 8;
-
-// Appends those of the next CHUNK rows that select ``matrix`` to the list, in a fixed order. Returns their number. All threads call it.
-DEVICE int collect(const Params& p, int matrix, int start, int* list, int* counts) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 chosen = 0;
-    #pragma unroll
-    for (int i = 0; i < INDICES; i++) {
-        const int row = start + i * THREADS + threadIdx.x;
-        const i64 given = row < p.rows ? p.index[row] : -1 - p.matrices, wanted = given < 0 ? given + p.matrices : given;
-        chosen |= u32(row < p.rows && min(max(wanted, 0ll), p.matrices - 1) == matrix) << i;
-    }
-    int upto = __popc(chosen);                     // of this lane and the lanes before it
-    #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += before;
-    }
-    if (lane == 31) counts[warp] = upto;
-    __syncthreads();
-    int place = upto - __popc(chosen), total = 0;
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        if (w < warp) place += counts[w];
-        total += counts[w];
-    }
-    #pragma unroll
-    for (int i = 0; i < INDICES; i++)
-        if (chosen >> i & 1) list[place++] = start + i * THREADS + threadIdx.x;
-    __syncthreads();
-    return total;
-}
-
-// Moves what is behind the first BM of ``held`` rows of the list to its front.
-DEVICE void drop_tile(int* list, int held) {
-    int rest[INDICES];
-    #pragma unroll
-    for (int i = 0; i < INDICES; i++) {
-        const int at = i * THREADS + threadIdx.x;
-        rest[i] = at < held - BM ? list[BM + at] : 0;
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int i = 0; i < INDICES; i++) {
-        const int at = i * THREADS + threadIdx.x;
-        if (at < held - BM) list[at] = rest[i];
-    }
-    __syncthreads();
-}
+constexpr int INDICES = 8, PITCH = BN + 8, LANES = 8;
+DEVICE void meet() { __syncthreads(); }
+#include "selected_rows.cuh"
 
 DEVICE void store(Result* to, const float* sums, int left) {
     if (VECTORS) {
@@ -122,20 +77,15 @@ DEVICE void multiply_rows(const Params& p, float* shared, const int* list, int* 
     __syncthreads();                               // the next tile overwrites the sums
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_tiles(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selected_tiles(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) float shared[];
-    __shared__ int list[BM + CHUNK], sources[BM], counts[WARPS];
+    int* numbers = reinterpret_cast<int*>(shared + SUMS);   // behind the ring, and behind the sums in its place
+    Rows rows = {numbers, numbers + BM + CHUNK, 0, 0, int(blockIdx.y)};
     launch_dependents();
     wait_for_predecessor();
-    int held = 0, next = 0;                        // rows in the list, and the next row that is not in it
-    for (int tile = 0;; tile++) {
-        while (held < BM && next < p.rows) {
-            held += collect(p, blockIdx.y, next, list + held, counts);
-            next += CHUNK;
-        }
-        if (!held) return;
-        if (tile % gridDim.z == blockIdx.z) multiply_rows(p, shared, list, sources, min(held, BM));
-        if (held > BM) drop_tile(list, held);
-        held = max(held - BM, 0);
+    for (int tile = 0;; tile++, rows.drop()) {
+        const int count = rows.find(p);
+        if (!count) return;
+        if (tile % gridDim.z == blockIdx.z) multiply_rows(p, shared, rows.list, numbers + BM + CHUNK + WARPS, count);
     }
 }

@@ -1,0 +1,91 @@
+"""Plans of the tiled product of rows with matrices that they select from a stack, on Hopper (``selected_sm90.cu``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.kernels.gemm.selected_kernel import Problem, grid, shares_tiles
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import FP32
+
+SPAN = 128
+"""Bytes of a row in a stage."""
+BARRIER_BYTES, INDICES = 1024, 4
+ROOM = {1: 220 << 10, 2: 107 << 10}
+"""Bytes of shared memory that a block may have, by the number of blocks on a multiprocessor."""
+MOST_STAGES = 6
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """Tiles of ``rows`` rows (64 or 128) and ``columns`` columns; ``parts`` blocks share the tiles of a matrix."""
+
+    rows: int
+    columns: int
+    parts: int
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup for each 64 rows, and two warps that load."""
+        return 2 * self.rows + 64
+
+    @property
+    def resident(self) -> int:
+        """Blocks on a multiprocessor."""
+        return 1 if self.columns == 256 else 2
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring."""
+        return min(
+            MOST_STAGES, (ROOM[self.resident] - BARRIER_BYTES - self.numbers) // ((self.rows + self.columns) * SPAN)
+        )
+
+    @property
+    def numbers(self) -> int:
+        """Bytes of the list of rows."""
+        return 4 * (self.rows + INDICES * self.threads + self.threads // 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return BARRIER_BYTES + self.stages * (self.rows + self.columns) * SPAN + self.numbers
+
+    def __str__(self) -> str:
+        return f"selected{self.rows}x{self.columns}p{self.parts}"
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = [
+        Config(rows, columns, parts)
+        for rows in (64, 128)
+        for columns in (64, 128, 256)
+        for parts in (1, 2, 4, 8)
+        if shares_tiles(problem, rows, parts)
+    ]
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds, as of :func:`optdnn.kernels.gemm.selected_kernel.estimate`."""
+    return 0.0
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x`` (rows / times, K), ``weights`` (matrices, N, K), ``index`` (int64, rows), ``output`` (rows, N). Pitches
+    count elements."""
+    defines = {
+        "BM": config.rows, "BN": config.columns, "STAGES": config.stages, "RESIDENT": config.resident,
+        "RESULT_FLOAT": int(problem.result == FP32), "VECTORS": int(problem.vectors),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.wgmma(config.columns, problem.dtype), ""])
+    recipe = Recipe("selected_sm90.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+    shape, pitch = (problem.depth, problem.many * problem.columns), problem.depth * 2
+    weights = tensor_map("weights", problem.dtype, shape, (pitch,), (SPAN // 2, config.columns), SPAN)
+    parameters = Parameters().tensor_map(weights).pointer("output", "x", "index")
+    parameters.i32(problem.rows, problem.columns, problem.depth, problem.times, x_pitch).i64(problem.many, out_pitch)
+    return parameters.launch(recipe, "selected_sm90", grid(problem, config), config.threads, shared=config.shared_bytes)
