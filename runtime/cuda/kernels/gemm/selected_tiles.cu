@@ -13,10 +13,10 @@
 #if SCALAR
 #include "matmul_fp32.cuh"
 typedef float Number;
-#define RESIDENT 1                                 // blocks per multiprocessor that registers must allow
+constexpr int BLOCKS = 1;                          // of a multiprocessor, that registers must allow
 #else
 #include "matmul_mma.cuh"
-#define RESIDENT (ITEM == 2 ? 3 : 1)
+constexpr int BLOCKS = ITEM == 2 ? 3 : 1;
 #endif
 #if RESULT_FLOAT
 typedef float Result;
@@ -77,7 +77,7 @@ DEVICE void multiply_rows(const Params& p, float* shared, const int* list, int* 
     __syncthreads();                               // the next tile overwrites the sums
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selected_tiles(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) selected_tiles(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) float shared[];
     int* numbers = reinterpret_cast<int*>(shared + SUMS);   // behind the ring, and behind the sums in its place
     Rows rows = {numbers, numbers + BM + CHUNK, 0, 0, int(blockIdx.y)};
