@@ -19,7 +19,8 @@ struct Params {
 
 constexpr int GROUPS = BM / 64, CONSUMERS = 128 * GROUPS, LOADERS = 2, THREADS = CONSUMERS + 32 * LOADERS;   // LOADERS: warps
 constexpr int SPAN = 128, BK = SPAN / 2, ROW_BYTES = BM * SPAN, STAGE_BYTES = ROW_BYTES + BN * SPAN, BARRIER_BYTES = 1024;
-constexpr int LAG = STAGES - 1;                    // steps that a loading thread has in flight
+// Steps that a loading thread has in flight beside the last one. A stage is given back after the next step has arrived, so one is left over.
+constexpr int LAG = STAGES - 2;
 constexpr int APART = 4 * LOADERS, LINES = BM / APART;   // such a thread copies 16 bytes of LINES rows
 constexpr int INDICES = 4, LANES = 8, PITCH = BN + LANES;
 constexpr u32 NOWHERE = ~0u;
