@@ -2,7 +2,7 @@
 
 JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each expert, and join the
 products: ``Concat(x_0 W_0, x_1 W_1, ...)``. The sizes of the parts depend on data, so no kernel can be planned for them. The number
-of all rows is known. So each row is multiplied with all matrices, and the product with the matrix of its group is kept.
+of all rows is known. So each row selects the matrix of its group: ``x @ W[group]`` (see ``passes/selected_weights.py``).
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import CumulativeAttrs
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.facts import integers, operand, reshaped
+from optdnn.passes.support.selected_matrices import ROW
 from optdnn.types import INT64, Array
 
 MOST = 128
-"""Largest number of groups: it multiplies the arithmetic."""
+"""Largest number of groups without a kernel that reads matrices in place: it multiplies the arithmetic."""
 MOST_ELEMENTS = 1 << 28
-"""Most elements of all products."""
+"""Most elements of all products then."""
 
 
 @rule("expert_rows", {"Concat"})
-def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
+def expert_rows(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Concat of the products of all parts of a Split of rows, in order."""
     products = [graph.op(v) for v in op.inputs if v is not None]
     split = graph.op(operand(products[0])) if products[0].kind in ("Gemm", "MatMul") else None
@@ -47,14 +48,16 @@ def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its products differ in form, or their matrices are not constant")
     many, width = len(stacks), stacks[0][0].shape[1]
     (count, size) = graph.type(rows).static_shape
-    if many > min(MOST, size) or count * many * width > MOST_ELEMENTS:
+    in_place = context.on_gpu and size % ROW == 0
+    if not in_place and (many > min(MOST, size) or count * many * width > MOST_ELEMENTS):
         return Miss(f"products of each row with all {many} matrices would take longer than products of the groups")
 
     def build(patch: Patch) -> Value:
         group = _groups(patch, operand(split, 1), count)
-        line = patch.constant(np.concatenate([m for m, _ in stacks], axis=1), "experts")
-        all_products = reshaped(patch, patch.add("MatMul", [rows, line], MatMulAttrs()), (count, many, width))
-        own = patch.add("GatherND", [all_products, reshaped(patch, group, (count, 1))], GatherNDAttrs(1))
+        matrices = patch.constant(np.stack([m for m, _ in stacks]), "experts")
+        taken = patch.add("Gather", [matrices, group], GatherAttrs(0))
+        made = patch.add("MatMul", [reshaped(patch, rows, (count, 1, size)), taken], MatMulAttrs())
+        own = reshaped(patch, made, (count, width))
         if stacks[0][1] is None:
             return own
         biases = patch.constant(np.stack([b for _, b in stacks if b is not None]), "biases")

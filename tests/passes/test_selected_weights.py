@@ -105,6 +105,12 @@ def test_too_many_matrices_are_refused(many: int, size: int) -> None:
 FP16 = PassContext(target="cuda:sm_90a", precision="fp16")
 
 
+@pytest.fixture
+def none_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.passes.selected_weights.SHORT", 0)
+
+
+@pytest.mark.usefixtures("none_is_short")
 @pytest.mark.parametrize("slot", [0, 1])
 def test_matrices_that_one_launch_reads_in_place_stay(slot: int) -> None:
     check_refused(SelectedWeights(), mixture(slot=slot, size=8), because="one launch reads the matrices", context=FP16)
@@ -119,6 +125,14 @@ def test_targets_and_rows_without_that_kernel(target: str, precision: str, size:
     )
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_short_products_are_with_all_matrices(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.passes.selected_weights.SHORT", ROWS * 4 * WIDTH * 8 - more)
+    report = SelectedWeights()(mixture(size=8), FP16)
+    assert report.changes == 1 - more
+
+
+@pytest.mark.usefixtures("none_is_short")
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("slot", [0, 1])
 def test_rows_of_several_experts_are_read_once(slot: int, precision: str) -> None:

@@ -15,6 +15,8 @@ MAX_ROWS = 4
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes from which on a matrix would fill half of L2. Its loads then evict first, to keep in L2 the tensors that fit."""
+BLOCK_S = 2.2e-6
+"""Seconds of a block, however short its columns: of rows that each have a matrix there are many."""
 DEEP = 1 << 14
 """Elements of a column beyond which a block has two columns instead of four. Such blocks take long. 1,024 of them, eight on some
 multiprocessors and seven on others, leave memory idle at the end (VGG-16, batch 1, on an H200 in turns: 169.5 us, 166.7
@@ -126,7 +128,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     )
     # Every block reads the rows, from L1 or L2: on an H200, 4096 columns of depth 25088 take as long in blocks of 1 as of 8.
     rows = blocks * problem.rows * problem.depth * 2 / 400e12
-    return 1.4e-6 + matrices * problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
+    read = matrices * problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
+    return 1.4e-6 + max(read, waves * BLOCK_S if problem.selected else 0.0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:

@@ -114,8 +114,8 @@ class SelectedGemv(_Selected):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """To tiles, if they are predicted to be faster."""
-        other = SelectedTiles()
-        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
+        other = next((t for t in (SelectedHopper(), SelectedTiles()) if t.refuse(b, op) is None), None)
+        return None if other is None else costlier(b, op, self, other)
 
     def problem(self, b: Builder, op: Op) -> gemv.Problem:
         v = _views(b, op)

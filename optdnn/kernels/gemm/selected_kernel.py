@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from optdnn.kernels.gemm.tiles import LINE, MatrixTile, Tile, Way
@@ -11,20 +13,18 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import FP32, DType
 
-BYTES_PER_S = 3.6e12
-"""Rate at which the matrices are read from memory."""
-PASS_S = 0.4e-6
-"""Seconds in which a block reads 1,024 indices."""
-STEP_S = 0.09e-6
-"""Seconds of a block's step of 64 bytes along K, alone on its multiprocessor."""
-RATE = 0.42
-"""Fraction of the tensor cores' (or in fp32 of the scalar units') speed that full tiles reach."""
+MEMORY = 4.1e12
+"""Bytes per second at which matrices are read."""
+START, SCAN, TILE_S = 5e-6, 0.35e-6, 2.5e-6
+"""Seconds of a launch, of a block's pass over its CHUNK next indices, and of the beginning and the end of a tile."""
+CHUNK = 1024
+STEP_S, STEP_SUM_S = 0.11e-6, 3.2e-11
+"""Seconds of a step of 64 bytes along K on a multiprocessor, and more for each sum of a tile (mma.sync, 1.755 GHz)."""
+CLOCK = 1.755e9
+SCALAR_RATE = 0.75
+"""Fraction of the scalar units' speed that tiles in true fp32 reach."""
 INDICES = 8
 """Indices that a thread reads at a time."""
-CHUNK = 1024
-"""Indices that a block reads at a time, about."""
-MOST_PARTS = 8
-"""Most blocks that share the tiles of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,8 @@ def tile_of(problem: Problem, config: Config) -> Tile | MatrixTile:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
-    fp32 = problem.dtype == "float32"
-    tiles = (
-        ((64, 64), (64, 128), (128, 128)) if fp32 else ((32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128))
-    )
-    found = [
-        Config(*tile, parts)
-        for tile in tiles
-        for parts in (1, 2, 4, MOST_PARTS)
-        if shares_tiles(problem, tile[0], parts)
-    ]
+    tiles = ((64, 64), (64, 128), (128, 128)) if problem.dtype == "float32" else itertools.product((64, 128), (64, 128))
+    found = [Config(*tile, parts) for tile in tiles for parts in (1, 2, 4, 8) if shares_tiles(problem, tile[0], parts)]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
 
 
@@ -94,22 +86,28 @@ def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
     return touched, max(touched, problem.rows / rows + touched / 2)
 
 
+def seconds(
+    problem: Problem, rows: int, columns: int, parts: int, slots: int, tile_s: Callable[[float], float]
+) -> float:
+    """Predicted seconds of tiles of ``rows`` x ``columns``: of reading the matrices, or of the tiles. ``slots``: blocks that run at once;
+    ``tile_s``: the seconds of a tile where so many blocks run."""
+    touched, tiles = tiles_of(problem, rows)
+    parts = min(parts, max(1, round(tiles / touched)))
+    blocks = touched * parts * -(-problem.columns // columns)
+    waves = blocks / slots if blocks > 4 * slots else math.ceil(blocks / slots)
+    own = waves * tiles / (touched * parts) * (tile_s(blocks) + TILE_S)
+    read = touched * problem.columns * problem.depth * problem.item / MEMORY
+    return START + -(-problem.rows // CHUNK) * SCAN + max(read, own)
+
+
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds: of reading the matrices, of the products of whole tiles, and of the steps along K of one block after another."""
-    touched, tiles = tiles_of(problem, config.rows)
-    blocks = tiles * -(-problem.columns // config.columns)
-    read = touched * problem.columns * problem.depth * problem.item / BYTES_PER_S
-    speed = (
-        gpu.clock
-        * gpu.multiprocessors
-        * (gpu.matrix_ops / (problem.item // 2) if problem.dtype != "float32" else 2 * gpu.lanes)
-    )
-    multiplied = 2 * blocks * config.rows * config.columns * problem.depth / (RATE * speed)
-    at_once = gpu.multiprocessors * max(1, 65536 // (tile_of(problem, config).threads * 168))
-    waves = math.ceil(blocks / at_once)
-    steps = problem.depth * problem.item / LINE * waves * STEP_S
-    scans = -(-problem.rows // CHUNK) * PASS_S
-    return 1.6e-6 + scans + max(read, multiplied, steps)
+    """Predicted seconds."""
+    sums = config.rows * config.columns
+    if problem.dtype == "float32":
+        tile_s = 2 * sums * problem.depth / (SCALAR_RATE * 2 * gpu.lanes * gpu.clock)
+    else:
+        tile_s = problem.depth * problem.item / LINE * (STEP_S + STEP_SUM_S * sums) * CLOCK / gpu.clock
+    return seconds(problem, config.rows, config.columns, config.parts, gpu.multiprocessors, lambda blocks: tile_s)
 
 
 def launch(
