@@ -25,8 +25,8 @@ MOST = 128
 """Most matrices for which one product with all of them is faster than a copy of one per row. The arithmetic grows with their
 number, the copies do not. Copying an element takes as long as some 500 multiplications."""
 SHORT = 1 << 27
-"""Multiply-adds of a product with all matrices that takes no longer than its launch. Kernels that read matrices in place collect the
-rows of each matrix first (H200: 7.4 us, where the product and the gather take 5.7)."""
+"""Multiply-adds of a product with all matrices that takes no longer than its launch. Kernels that read matrices in place first
+collect the rows of each matrix (H200: 7.4 us, where the product and the gather take 5.7)."""
 
 
 @rule("selected_weights", {"MatMul"})

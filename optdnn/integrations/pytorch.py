@@ -6,7 +6,8 @@ Both use torch's own ONNX exporter; torch itself is not a dependency of optdnn.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
@@ -26,6 +27,8 @@ from optdnn.types import BF16
 
 ENGINES = 32
 """The most engines that a compiled graph keeps, one for each set of shapes; the least recently used is dropped first."""
+EXPORTABLE_EXPERTS = "batched_mm"
+"""The implementation of experts in transformers that torch exports."""
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
 
@@ -167,6 +170,22 @@ def _positional(
     return Called().eval(), (*args, *named.values())
 
 
+@contextmanager
+def _exportable_experts(torch: Any, module: Any) -> Iterator[None]:
+    """Inside, mixtures of experts of transformers are computed in a form that torch exports: their default is a kernel of torch."""
+    parts = module.modules() if isinstance(module, torch.nn.Module) else ()
+    models = [part for part in parts if hasattr(part, "set_experts_implementation")]
+    known = [(part, getattr(part.config, "_experts_implementation", None)) for part in models]
+    switched = [(part, before) for part, before in known if before not in (None, EXPORTABLE_EXPERTS)]
+    for part, _ in switched:
+        part.set_experts_implementation(EXPORTABLE_EXPERTS)
+    try:
+        yield
+    finally:
+        for part, before in switched:
+            part.set_experts_implementation(before)
+
+
 def _export(
     torch: Any,
     module: Any,
@@ -187,7 +206,7 @@ def _export(
     if output_names is not None:
         common["output_names"] = list(output_names)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _exportable_experts(torch, module):
             if dynamo:
                 if dynamic_shapes is None and any(open_axes.values()):
                     auto = torch.export.Dim.AUTO

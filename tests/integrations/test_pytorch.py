@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from optdnn.errors import InputError, MissingDependency, ModelError, UsageError
+from optdnn.errors import InputError, MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.integrations import pytorch
 from optdnn.integrations.pytorch import compile_backend, from_torch
 
@@ -384,6 +386,32 @@ def test_grouped_products_of_experts_get_advice(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("optdnn.integrations.pytorch._by_dynamo", fails)
     with pytest.raises(ModelError, match=r"hint: .*model.set_experts_implementation\('batched_mm'\)"):
         from_torch(_net(), torch.ones(1, 3, 8, 8), exporter="dynamo")
+
+
+@needs_torch
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("before", ["grouped_mm", "eager"])
+def test_experts_are_exported_in_another_form(before: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model of transformers has it; the model is as before then, also if the export fails."""
+    seen: list[str] = []
+
+    class Experts(torch.nn.Module):
+        config = SimpleNamespace(_experts_implementation=before)
+
+        def set_experts_implementation(self, name: str) -> None:
+            self.config._experts_implementation = name
+
+        def forward(self, x: Any) -> Any:
+            seen.append(self.config._experts_implementation)
+            if fails:
+                raise RuntimeError("no")
+            return x + 1
+
+    module = Experts().eval()
+    with pytest.raises(OptdnnError) if fails else nullcontext():
+        from_torch(module, torch.ones(2, 3), exporter="torchscript", target="reference")
+    assert set(seen) >= {"batched_mm"}
+    assert module.config._experts_implementation == before
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 5, 8)])
