@@ -73,7 +73,7 @@ def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
         for parts in (1, 2, 4, 8)
         if shares_tiles(problem, rows, parts)
     ]
-    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
+    return sorted(found, key=lambda c: (round(estimate(problem, c, gpu), 7), -c.parts, c))[:limit]
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
@@ -86,7 +86,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         shared = config.resident if blocks > gpu.multiprocessors else 1
         return steps * max(step * shared, LATENCY / (config.stages - 1))
 
-    return seconds(problem, config.rows, config.columns, config.parts, slots, tile_s)
+    return seconds(problem, gpu, (config.rows, config.columns, config.parts), slots, tile_s)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:

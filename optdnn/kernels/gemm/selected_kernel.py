@@ -13,8 +13,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import FP32, DType
 
-MEMORY = 4.1e12
-"""Bytes per second at which matrices are read."""
+MEMORY = 0.85
+"""Fraction of the memory's bandwidth at which matrices are read."""
 START, SCAN, TILE_S = 5e-6, 0.35e-6, 2.5e-6
 """Seconds of a launch, of a block's pass over its CHUNK next indices, and of the beginning and the end of a tile."""
 CHUNK = 1024
@@ -23,6 +23,8 @@ STEP_S, STEP_SUM_S = 0.11e-6, 3.2e-11
 CLOCK = 1.755e9
 SCALAR_RATE = 0.75
 """Fraction of the scalar units' speed that tiles in true fp32 reach."""
+UNEVEN = 2.0
+"""The matrix that most rows select has so many times the rows of others."""
 INDICES = 8
 """Indices that a thread reads at a time."""
 
@@ -72,12 +74,17 @@ def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
     tiles = ((64, 64), (64, 128), (128, 128)) if problem.dtype == "float32" else itertools.product((64, 128), (64, 128))
     found = [Config(*tile, parts) for tile in tiles for parts in (1, 2, 4, 8) if shares_tiles(problem, tile[0], parts)]
-    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
+    return sorted(found, key=lambda c: (round(estimate(problem, c, gpu), 7), -c.parts, c))[:limit]
 
 
 def shares_tiles(problem: Problem, rows: int, parts: int) -> bool:
-    """Whether a matrix that as many rows select as others has a tile for each of its blocks."""
-    return parts == 1 or problem.rows >= problem.many * rows * parts
+    """Whether the matrix that most rows select is expected to have a tile for each of its blocks."""
+    return parts == 1 or busiest(problem) > rows * (parts - 1)
+
+
+def busiest(problem: Problem) -> float:
+    """The expected number of rows that select the same matrix, at most."""
+    return min(problem.rows, UNEVEN * problem.rows / problem.many)
 
 
 def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
@@ -89,15 +96,20 @@ def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
 def seconds(
     problem: Problem, rows: int, columns: int, parts: int, slots: int, tile_s: Callable[[float], float]
 ) -> float:
-    """Predicted seconds of tiles of ``rows`` x ``columns``: of reading the matrices, or of the tiles. ``slots``: blocks that run at once;
-    ``tile_s``: the seconds of a tile where so many blocks run."""
+    """Predicted seconds: of reading the matrices, of all tiles, or of one block's tiles of the matrix that most rows select. ``tile``: its
+    rows and columns, and the blocks that share those of a matrix; ``slots``: blocks that run at once; ``tile_s``: the seconds of a tile
+    where so many blocks run."""
+    rows, columns, parts = tile
     touched, tiles = tiles_of(problem, rows)
-    parts = min(parts, max(1, round(tiles / touched)))
-    blocks = touched * parts * -(-problem.columns // columns)
+    across = -(-problem.columns // columns)
+    blocks = across * min(tiles, touched * parts)
     waves = blocks / slots if blocks > 4 * slots else math.ceil(blocks / slots)
-    own = waves * tiles / (touched * parts) * (tile_s(blocks) + TILE_S)
-    read = touched * problem.columns * problem.depth * problem.item / MEMORY
-    return START + -(-problem.rows // CHUNK) * SCAN + max(read, own)
+    each = tile_s(blocks) + TILE_S
+    longest = math.ceil(math.ceil(busiest(problem) / rows) / parts)
+    read = touched * problem.columns * problem.depth * problem.item / (MEMORY * gpu.bandwidth)
+    own = max(waves * tiles * across / blocks, longest) * each
+    scans = -(-problem.rows // CHUNK) * SCAN * max(1.0, problem.many * parts * across / slots / 4)
+    return START + scans + max(read, own)
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
@@ -107,7 +119,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         tile_s = 2 * sums * problem.depth / (SCALAR_RATE * 2 * gpu.lanes * gpu.clock)
     else:
         tile_s = problem.depth * problem.item / LINE * (STEP_S + STEP_SUM_S * sums) * CLOCK / gpu.clock
-    return seconds(problem, config.rows, config.columns, config.parts, gpu.multiprocessors, lambda blocks: tile_s)
+    return seconds(
+        problem, gpu, (config.rows, config.columns, config.parts), gpu.multiprocessors, lambda blocks: tile_s
+    )
 
 
 def launch(
