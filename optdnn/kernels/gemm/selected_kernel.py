@@ -94,7 +94,7 @@ def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
 
 
 def seconds(
-    problem: Problem, rows: int, columns: int, parts: int, slots: int, tile_s: Callable[[float], float]
+    problem: Problem, gpu: GpuFacts, tile: tuple[int, int, int], slots: int, tile_s: Callable[[float], float]
 ) -> float:
     """Predicted seconds: of reading the matrices, of all tiles, or of one block's tiles of the matrix that most rows select. ``tile``: its
     rows and columns, and the blocks that share those of a matrix; ``slots``: blocks that run at once; ``tile_s``: the seconds of a tile
