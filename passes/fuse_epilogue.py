@@ -34,7 +34,7 @@ from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.facts import NORMS, depends_on_inputs, is_pointwise, operand
-from optdnn.passes.support.selected_matrices import read_in_place, selection
+from optdnn.passes.support.selected_matrices import stays_in_place
 from optdnn.passes.support.stages import (
     ACTIVATIONS,
     ADDITIONS,
@@ -86,7 +86,7 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if op.kind == "MatMul" and (found := selection(graph, op)) is not None and read_in_place(graph, found, context):
+        if op.kind == "MatMul" and stays_in_place(graph, op, context):
             return Miss("the launch that reads a matrix for each row in place has no epilogue")
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")

@@ -32,6 +32,7 @@ from optdnn.passes.doubled_scans import DoubledScans
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
+from optdnn.passes.expert_loops import ExpertLoops
 from optdnn.passes.farthest_points import FarthestPoints
 from optdnn.passes.flatten_last import FlattenChannelsLast
 from optdnn.passes.fold_constants import FoldConstants
@@ -198,6 +199,7 @@ O2_GPU: tuple[Pass, ...] = (
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
     TreeLeaves(),  # when sums are additions; before fusions, which would take the functions of a tree's result
+    ExpertLoops(),  # before MaskedRows, which makes every expert compute all tokens
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(
         ahead=True

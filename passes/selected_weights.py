@@ -76,10 +76,12 @@ def _read_once(patch: Patch, found: Selection, index: Value, once: Value, times:
 
 
 def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
-    """The rows of ``size`` elements without repetitions, how often each occurs consecutively, and the ops that repeat them."""
-    value, between = rows, list[Op]()
-    while (op := producer(graph, value, RESHAPES | {"Expand"}, alone=True)) is not None:
-        between.append(op)
+    """The rows of ``size`` elements without repetitions, how often each occurs consecutively, and those ops that repeat them for
+    this product alone."""
+    value, between, alone = rows, list[Op](), True
+    while (op := producer(graph, value, RESHAPES | {"Expand"})) is not None:
+        alone = alone and graph.sole_user(value) is not None
+        between += [op] if alone else []
         before, after, value = shape_of(graph, operand(op)), shape_of(graph, value), operand(op)
         if op.kind == "Expand":
             times = after[1] if after is not None and len(after) == 3 else None

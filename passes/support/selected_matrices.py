@@ -50,8 +50,17 @@ def read_in_place(graph: Graph, found: Selection, context: PassContext) -> bool:
     return context.on_gpu and found.size % ROW == 0 and graph.type(index).dtype == INT64 and not known
 
 
-def _picked(graph: Graph, value: Value | None) -> Op | None:
-    """The Gather or GatherND that takes a matrix per row from a constant stack, if only the product reads its result; else None."""
+def stays_in_place(graph: Graph, op: Op, context: PassContext) -> bool:
+    """Whether a MatMul is left to a kernel that reads selected matrices in place, for rows of one or of several matrices."""
+    found = selection(graph, op)
+    if found is not None:
+        return read_in_place(graph, found, context)
+    return context.on_gpu and any(_picked(graph, v, rank=2) is not None for v in op.inputs[:2])
+
+
+def _picked(graph: Graph, value: Value | None, rank: int = 1) -> Op | None:
+    """The Gather or GatherND that takes a matrix per row from a constant stack, if only the product reads its result; else None.
+    ``rank``: of a Gather's indices."""
     op = producer(graph, value, {"Gather", "GatherND"}, alone=True)
     if op is None or graph.constant_value(op.inputs[0]) is None or graph.type(operand(op)).rank != 3:
         return None
@@ -59,5 +68,5 @@ def _picked(graph: Graph, value: Value | None) -> Op | None:
     if index is None:
         return None
     if op.kind == "Gather":
-        return op if len(index) == 1 and op.attrs.axis in (0, -3) else None
+        return op if len(index) == rank and op.attrs.axis in (0, -3) else None
     return op if len(index) == 2 and index[1] == 1 and op.attrs.batch_dims == 0 else None

@@ -381,6 +381,7 @@ RULES: Mapping[str, str] = {
     "substitution": "forward substitutions of triangular matrices written as products",
     "scatter_rows": "scatters of rows given one index per row",
     "expert_rows": "products of groups of rows merged into one product of all rows with all matrices",
+    "expert_loops": "experts that each find, gather and compute their tokens: each token selects the constants of its experts",
     "masked_rows": "operators on selected rows computed for all rows, with results selected by the mask",
     "deviation_norm": "divisions by a deviation recognized",
     "centered_deviation_norm": "normalizations whose epsilon is added to the deviation recognized",

@@ -1,0 +1,168 @@
+"""expert_loops: experts that each find, gather and compute their tokens become products with selected matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, ScatterElementsAttrs, ScatterNDAttrs
+from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.sort import TopKAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.expert_loops import ExpertLoops
+from optdnn.types import BOOL, INT32, INT64
+
+GPU = PassContext(target="cuda:sm_90a", precision="fp16")
+TOKENS, SIZE, WIDTH, TIMES = 6, 8, 16, 2
+
+
+class Loop:
+    """A mixture of experts as PyTorch's exporters write it. ``form``: dynamo or torchscript; ``tokens_first``: the masks' axes."""
+
+    def __init__(
+        self,
+        form: str = "dynamo",
+        *,
+        many: int = 3,
+        tokens_first: bool = False,
+        gemm: bool = False,
+    ) -> None:
+        self.n, self.form, self.many, self.gemm = Net(), form, many, gemm
+        n = self.n
+        self.x = n.input(TOKENS, SIZE)
+        scores, self.selected = n.op(
+            "TopK", n.input(TOKENS, many, name="scores"), n.ints(TIMES), attrs=TopKAttrs(1, True, True), outputs=2
+        )
+        weights = n.op("Softmax", scores)
+        flat = form == "torchscript"
+        self.weights = n.op("Reshape", weights, n.ints(-1, 1)) if flat else n.op("Unsqueeze", weights, n.ints(2))
+        hot = n.op("Equal", n.op("Unsqueeze", self.selected, n.ints(2)), n.const(np.arange(many), np.int64))
+        perm = (2, 0, 1) if tokens_first else (2, 1, 0)
+        self.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs(perm))
+        self.places = (0, 1) if tokens_first else (1, 0)  # of the token, and of its expert's number
+
+    def expert(self, e: int, x: Value, weight: Value) -> Value:
+        """What an expert computes of its tokens."""
+        n = self.n
+        if self.gemm:
+            y = n.op("Gemm", x, n.random(WIDTH, SIZE), n.random(WIDTH), attrs=GemmAttrs(transB=True))
+        else:
+            y = n.op(
+                "Mul",
+                n.op("MatMul", x, n.random(SIZE, WIDTH)),
+                n.op("Sigmoid", n.op("MatMul", x, n.random(SIZE, WIDTH))),
+            )
+        return n.op("Mul", n.op("MatMul", y, n.random(WIDTH, SIZE)), weight)
+
+    def updates(self, e: int) -> tuple[Value, Value]:
+        """The tokens of an expert, as a column, and its results."""
+        n = self.n
+        mask = n.op(
+            "Cast", n.op("Gather", self.masks, n.const(e, np.int64), attrs=GatherAttrs(0)), attrs=CastAttrs(BOOL)
+        )
+        found = n.op("Transpose", n.op("NonZero", mask), attrs=TransposeAttrs((1, 0)))
+        columns = [n.op("Slice", found, n.ints(p), n.ints(p + 1), n.ints(1), n.ints(1)) for p in self.places]
+        if self.form == "dynamo":
+            taken = n.op("GatherND", self.x, columns[0], attrs=GatherNDAttrs())
+            pairs = n.op("Concat", *columns, attrs=ConcatAttrs(1))
+            weight = n.op("GatherND", self.weights, pairs, attrs=GatherNDAttrs())
+        else:
+            token, number = (n.op("Squeeze", c, n.ints(1)) for c in columns)
+            taken = n.op("Gather", self.x, token, attrs=GatherAttrs(0))
+            pair = n.op("Add", number, n.op("Mul", token, n.ints(TIMES)))
+            weight = n.op("Gather", self.weights, pair, attrs=GatherAttrs(0))
+        return columns[0], self.expert(e, taken, weight)
+
+    def graph(self, *more: Value) -> Graph:
+        n, zeros, total = self.n, self.n.const(np.zeros((TOKENS, SIZE))), None
+        for e in range(self.many):
+            column, updates = self.updates(e)
+            if self.form == "dynamo":
+                base = zeros if total is None else total
+                total = n.op("ScatterND", base, column, updates, attrs=ScatterNDAttrs("add"))
+            else:
+                index = n.op("Expand", column, n.ints(1, SIZE))
+                part = n.op("ScatterElements", zeros, index, updates, attrs=ScatterElementsAttrs(0, "none"))
+                total = part if total is None else n.op("Add", total, part)
+        assert total is not None
+        return n.done(total, *more)
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_first": True}, {"gemm": True}], ids=["", "tokens first", "Gemm"])
+@pytest.mark.parametrize("form", ["dynamo", "torchscript"])
+def test_tokens_select_the_matrices_of_their_experts(form: str, options: dict[str, Any]) -> None:
+    after, _ = check_pass(ExpertLoops(), Loop(form, **options).graph(), changes=1, context=GPU)
+    assert not {"NonZero", "ScatterND", "ScatterElements"} & set(after.kinds())
+    stacks = [op for op in after.of_kind("Gather") if after.type(op.inputs[0]).rank == 3]  # type: ignore[arg-type]
+    assert len(stacks) == (2 if options.get("gemm") else 3)
+    assert {after.type(op.value).dims[0] for op in stacks} == {TOKENS * TIMES}
+    (total,) = after.of_kind("ReduceSum")
+    assert total.outputs[0].type.dims == (TOKENS, SIZE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_whole_network(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.passes.selected_weights.SHORT", 0)
+    program = check_simulated(Loop("torchscript").graph(), precision)
+    assert kinds(program).count("SelectedProduct") == 3
+    assert not {"Copy", "Expand", "Gather", "MatMul"} & set(kinds(program))
+
+
+def test_other_targets_stay() -> None:
+    check_untouched(ExpertLoops(), Loop().graph(), PassContext(target="cpu", precision="fp32"))
+
+
+def test_a_sum_of_some_of_the_experts_stays() -> None:
+    loop = Loop(many=4)
+    loop.many = 3
+    check_untouched(ExpertLoops(), loop.graph(), GPU)
+
+
+def test_what_else_reads_a_part_stays() -> None:
+    graph = Loop("torchscript").graph()
+    part = next(op for op in graph.ops() if op.kind == "ScatterElements")
+    graph.add_output(part.value, "part")
+    check_untouched(ExpertLoops(), graph, GPU)
+
+
+def test_experts_that_differ_are_refused() -> None:
+    class Different(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            y = super().expert(e, x, weight)
+            return self.n.op("Relu", y) if e == 1 else y
+
+    check_refused(ExpertLoops(), Different().graph(), because="experts differ at", context=GPU)
+
+
+def test_rows_that_no_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.passes.expert_loops.ROW", 3)
+    check_refused(ExpertLoops(), Loop().graph(), because="no kernel selects the matrices of", context=GPU)
+
+
+def test_operators_over_several_rows_are_refused() -> None:
+    class Mixed(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            y = super().expert(e, x, weight)
+            return self.n.op("CumSum", y, self.n.const(0, np.int64))
+
+    check_refused(
+        ExpertLoops(), Mixed().graph(), because="does not compute each row from a row of a token", context=GPU
+    )
+
+
+def test_numbers_of_other_types_are_refused() -> None:
+    loop = Loop()
+    loop.selected = loop.n.op("Cast", loop.selected, attrs=CastAttrs(INT32))
+    n = loop.n
+    hot = n.op("Equal", n.op("Unsqueeze", loop.selected, n.ints(2)), n.const(np.arange(3), np.int32))
+    loop.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs((2, 1, 0)))
+    check_refused(ExpertLoops(), loop.graph(), because="not int64", context=GPU)
