@@ -36,11 +36,11 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     width, size, rows = found.width, found.size, operand(op, 1 - found.slot)
     if not isinstance(count, int):
         return Miss("the number of rows is not known")
-    if count < many:
+    if context.counted(count) < many:
         return Miss(f"there are more matrices ({many}) than rows ({count})")
     if many > min(MOST, size):
         return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")
-    if read_in_place(found, context) and 2 * count * width * size <= LAUNCH_BYTES:
+    if read_in_place(found, context) and context.counted(2 * count * width * size) <= LAUNCH_BYTES:
         return Miss("one launch reads the matrices of all rows in place")
     once, times, between = _repeated(graph, rows, size)
     different = count // times

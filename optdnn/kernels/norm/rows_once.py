@@ -31,7 +31,9 @@ SHORT = tuple(1 << k for k in range(6))
 @lru_cache(maxsize=1024)
 def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The offers. The configuration sets the order of a row's sum; the best one for many rows serves every number of rows."""
-    found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
+    found = rows.candidates(problem, gpu)
+    best = rows.candidates(replace(problem, rows=4096, walk=(), period=0), gpu, limit=1)  # wherever the rows lie
+    many = [c for c in best if rows.refuse(problem, c) is None]
     return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
 
 
