@@ -146,7 +146,8 @@ class PassContext:
     def counted(self, size: float) -> float:
         """A size that grows with the batch (rows, elements, multiplications), as a decision on speed counts it.
 
-        With ``row_invariant``, it is that of a batch without limit: rewrites change roundings, so one decision serves every batch size."""
+        With ``row_invariant``, it is that of a batch without limit: one decision serves all batch sizes, as rewrites change
+        roundings."""
         return math.inf if self.row_invariant else size
 
     @property

@@ -37,9 +37,10 @@ class BlockConv(hopper_launch.HopperKernel):
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Implicit GEMM reads channels-last images in place; here a launch copies them. Without such images both need a copy."""
+        """Implicit GEMM reads channels-last images in place; here a launch copies them. Without such images both need a copy.
+        With ``row_invariant``, it serves every batch size: the other one sums in another order."""
         other = HopperConv()
-        if other.refuse(b, op) is not None:
+        if b.row_invariant or other.refuse(b, op) is not None:
             return None
         own, theirs = self.convolution(b, op), other.convolution(b, op)
         if any(feed.x.make is not None for feed in theirs.feeds):

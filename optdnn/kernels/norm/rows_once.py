@@ -56,7 +56,7 @@ class RowsOnce(Tactic):
         if value in b.reserved and row_pitch(b.reserved[value]) is None:
             return "the rows of its result do not have a constant pitch"
         x = b.operand(op.inputs[0])
-        return _refuse_offset(x) if x.dense else _refuse_apart(op, x)
+        return _refuse_offset(x) if x.dense else _refuse_apart(b, op, x)
 
     def result(self, b: Builder, op: Op) -> Value:
         """The value that the launch writes in the type of its input."""
@@ -122,7 +122,7 @@ def _refuse_offset(x: TensorView) -> str | None:
     return f"its rows do not begin at multiples of {unit} elements" if x.offset % unit else None
 
 
-def _refuse_apart(op: Op, x: TensorView) -> str | None:
+def _refuse_apart(b: Builder, op: Op, x: TensorView) -> str | None:
     """Why the kernel cannot read the non-contiguous rows ``x`` in place, or None."""
     walk = walked(x)
     if walk is None:
@@ -130,7 +130,7 @@ def _refuse_apart(op: Op, x: TensorView) -> str | None:
     unit = access(x.dtype)
     if x.offset % unit or any(stride % unit for _, stride in walk):
         return "its rows do not begin at multiples of 16 bytes"
-    if "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
+    if not b.row_invariant and "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
         return "short rows that are not contiguous have a kernel of their own"
     return None
 
