@@ -132,3 +132,22 @@ def test_every_batch_size_has_one_arithmetic(name: str, precision: str) -> None:
 def test_without_the_promise_the_faster_one_is_taken(name: str, precision: str) -> None:
     first, *others = programs(name, precision, False)
     assert any(other != first for other in others)
+
+
+def test_calibration_data_decide_what_stays_fp32() -> None:
+    """Generated inputs of more rows have larger values: without data, more operators of a large batch stay fp32."""
+    rng = np.random.default_rng(0)
+    model = small_model(
+        """(float[n,64] x) => (float[n,64] y) { a = MatMul(x, w) b = Mul(a, a) c = Exp(a) d = Mul(b, c) e = MatMul(d, v)
+        y = Tanh(e) }""",
+        w=(rng.standard_normal((64, 64)) / 4).astype(np.float32), v=1e-5 * np.eye(64, dtype=np.float32),
+    )  # fmt: skip
+    rows = rng.standard_normal((4, 64)).astype(np.float32)
+
+    def made(size: int, calibrated: bool) -> dict[str, int]:
+        data = [{"x": np.tile(rows, (size // len(rows), 1))}] if calibrated else None
+        options = {"precision": "fp16", "row_invariant": True, "calib": data, "calibrator": "minmax"}
+        return arithmetic(program_at(model, {"x": [size, 64]}, **options))
+
+    assert made(4, True) == made(1024, True)
+    assert made(4, False) != made(1024, False)
