@@ -47,6 +47,11 @@ KERNELS = {
         t = Tanh(x) s = Slice(t, a, b, axis) u = Transpose<perm = [0,2,1,3]>(s) y = LayerNormalization<axis = -1>(u, g) }""",
         g=np.ones(32, np.float32),
     ), (1, 64), ("short_rows", "short_rows"), "rows_once", "fp32"),
+    "stem and pool": Kernel(small_model(
+        """(float[n,3,224,224] x) => (float[n,64,27,27] y) { a = Conv<pads = [2,2,2,2], strides = [4,4]>(x, w) b = Relu(a)
+        y = MaxPool<kernel_shape = [3,3], strides = [2,2]>(b) }""",
+        w=(64, 3, 11, 11),
+    ), (1, 64), ("conv_stem", "conv_stem_pool"), "conv_stem_pool"),
     "few packed rows": Kernel(small_model(
         "(float[n,256] x) => (float[n,512] y) { y = MatMul(x, w) }", w=(256, 512),
     ), (2, 40), ("packed_digits", "packed_sm90"), "packed_sm90", "w4"),
