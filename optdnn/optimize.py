@@ -133,6 +133,7 @@ def optimize(
         calibration=calibration,
         moments=None if options.calib is None else partial(operand_moments, options, say=say),
         precision_log=precision_log,
+        row_invariant=options.row_invariant,
         kept=kept or ConstantCache(),
     )
     run = partial(run_pipeline, graph, verify=options.debug, stop_after=options.stop_after)

@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
 from optdnn.passes.support.facts import operand, sizes_of, split_along
 from optdnn.passes.support.products import PlainProduct, added_vector, multiplied, plain_product
@@ -23,7 +23,7 @@ ACCESSES = 3
 
 
 @rule("added_positions", {"Add"})
-def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
+def added_positions(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``(x + p) W`` is ``x W + p W``, if ``p`` is a constant with different rows and x has other readers."""
     arrays = [graph.constant_value(v) for v in op.inputs]
     known = [a for a in arrays if a is not None]
@@ -39,7 +39,7 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
     others = [_product(graph, user, x) for user in graph.users(x)]
     products = [p for p in (*summed, *others) if p is not None]
     widths = [p.matrix.shape[1] for p in products]
-    if added.size != math.prod(shape):
+    if context.row_invariant or added.size != math.prod(shape):
         return Miss("the constant is repeated along the batch, and no epilogue of a product reads such a constant")
     if len(products) > 1 and any(width % ALIGNED for width in widths):
         return Miss(f"the results of its products, {widths} columns wide, could not be read where they are")

@@ -86,7 +86,9 @@ class AssignLayout(Pass):
         sides = {op.id: _sides(graph, op) for op in graph.order()}
         if not any(op.kind in PREFER and sides[op.id].reads is not _PLAIN for op in graph.ops()):
             return
-        _, last = minimum_cut(_arcs(graph, sides), _PLAIN, _LAST)
+        # With row_invariant, only bytes count, which grow alike with the batch.
+        launch = 0 if context.row_invariant else LAUNCH_BYTES
+        _, last = minimum_cut(_arcs(graph, sides, launch), _PLAIN, _LAST)
         chosen = {i: Sides(s.reads in last, s.writes in last) for i, s in sides.items()}
         wanted = _conversions(graph, chosen)
         for op in graph.order():
@@ -330,33 +332,34 @@ def _divides(before: Sequence[int], after: Sequence[int]) -> bool:
     return not rest
 
 
-def _conversion(graph: Graph, value: Value) -> int:
+def _conversion(graph: Graph, value: Value, launch: int) -> int:
     """The cost of a conversion. At one position, it only breaks ties: an operator has the order of its neighbors, a quantization
     that of the operator before it, whose launch may compute it. One channel is free: plain images of it have no gaps."""
     if _is_view(graph, value):
         return 0 if graph.type(value).dims[1] == 1 else graph.type(value).dtype.itemsize
-    return 2 * bytes_of(graph, value) + LAUNCH_BYTES
+    return 2 * bytes_of(graph, value) + launch
 
 
-def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, object, float]]:
-    """The arcs of the cut, their capacities in bytes moved (a launch counts as :data:`LAUNCH_BYTES`)."""
+def _arcs(graph: Graph, sides: dict[int, Sides], launch: int) -> Iterator[tuple[object, object, float]]:
+    """The arcs of the cut, their capacities in bytes moved (a launch counts as ``launch``)."""
     for op in graph.order():
         own, first = sides[op.id], op.input(0)
         if first is None or own.reads is _PLAIN is own.writes:
             continue
         if op.kind in PREFER:
             moved = bytes_of(graph, first) + bytes_of(graph, op.value)
-            yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
+            yield own.reads, _LAST, 2 * moved + 2 * launch
         elif op.kind == "GroupNormalization":
-            yield own.reads, _LAST, LAUNCH_BYTES  # in plain order, its general kernel is slower by several launches
+            # In plain order, its general kernel is slower by several launches.
+            yield own.reads, _LAST, launch or bytes_of(graph, first)
         elif (
             op.kind == "Transpose"
             and not _turns_positions(op)
             and not all(_takes_view(graph, user) for user in graph.users(op.value))
         ):
-            yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
+            yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first, launch)
     for value, uses in _uses(graph, sides):
-        writes, cost = sides[value.op].writes, _conversion(graph, value)
+        writes, cost = sides[value.op].writes, _conversion(graph, value, launch)
         others = [side for use, side in uses if side is not writes and not _turns_matrices(graph, use)]
         if not cost or not others:
             continue

@@ -123,7 +123,7 @@ class AssignPrecision(Pass):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found, context.row_invariant)
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
@@ -180,13 +180,17 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibration | None) -> Guards:
+def _guarded(
+    graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibration | None, row_invariant: bool
+) -> Guards:
     """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16.
 
-    ``data``: the ranges of calibration data, if there are any."""
+    ``data``: the ranges of calibration data, if there are any. With ``row_invariant``, they count instead of a run on generated
+    inputs, whose largest values grow with the batch."""
     if "fp16" not in plan.floats:
         return Guards({})
-    found, scaled, largest = guards(graph), large_scales(graph), largest_values(graph)
+    found, scaled = guards(graph), large_scales(graph)
+    largest = None if row_invariant and data is not None else largest_values(graph)
     seen = {} if data is None else ranges_seen(graph, data)
     log.tried = largest is not None or bool(seen)
     known = None if largest is None and not seen else larger(largest or {}, {v: r.largest for v, r in seen.items()})

@@ -6,6 +6,7 @@ with None (not a candidate). Misses are kept: they explain the fusions that optd
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -129,6 +130,8 @@ class PassContext:
     """Log of ``assign_precision``: requested precisions, refusals and risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants that earlier runs (for other sizes, for example) computed from the same constants."""
+    row_invariant: bool = False
+    """Whether a row of a batch must have the same bits for any batch size. Decisions on speed then use :meth:`counted`."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 
@@ -139,6 +142,13 @@ class PassContext:
             {self.precision} if self.plan is None else {self.precision, self.plan.default, *self.plan.nodes.values()}
         )
         return self.precision if len(asked) == 1 else None
+
+    def counted(self, size: float) -> float:
+        """A size that grows with the batch (rows, elements, multiplications), as a decision on speed counts it.
+
+        With ``row_invariant``, it is that of a batch without limit: one decision serves all batch sizes, as rewrites change
+        roundings."""
+        return math.inf if self.row_invariant else size
 
     @property
     def on_gpu(self) -> bool:

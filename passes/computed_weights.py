@@ -17,7 +17,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import depends_on_inputs, integers, operand, reshaped, sizes_of
 
 TAPS = 64
@@ -29,7 +29,7 @@ LEAST = 1 << 20
 
 
 @rule("conv_of_computed_weights", {"Conv"})
-def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
+def conv_of_computed_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A Conv of any rank, with or without a bias; its groups have several channels."""
     a = op.attrs
     if a.prologue or a.epilogue or a.auto_pad != "NOTSET" or not depends_on_inputs(graph, operand(op, 1)):
@@ -45,7 +45,7 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(
             "its filters are computed, but a group has a single filter or channel, so that it is no product of matrices"
         )
-    if x[0] * math.prod(w) * math.prod(positions) < LEAST:
+    if context.counted(x[0] * math.prod(w) * math.prod(positions)) < LEAST:
         return None
     whole = [*positions[:-1], positions[-1] + (-positions[-1] % WHOLE if math.prod(positions) % WHOLE else 0)]
 

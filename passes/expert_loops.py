@@ -146,7 +146,7 @@ class _Loop:
         return patch.add("ReduceSum", [y, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
 
     def _repeated(self, patch: Patch, source: Value) -> Value:
-        """What all rows read: the tokens, each once for each of its experts; or the weights, of which each row has one."""
+        """What all rows read: the tokens, each once for each of its experts; or the weights: each row has its own."""
         size = int(np.prod(self.graph.type(source).static_shape))
         if self._has_all_rows(source):
             return source
@@ -301,7 +301,7 @@ def _selection(graph: Graph, mask: Value) -> tuple[Value, int, bool] | None:
 
 
 def _one_hot(graph: Graph, op: Op) -> Value | None:
-    """The numbers (tokens, times) of which ``op`` computes the one-hot form (tokens, times, experts)."""
+    """The numbers (tokens, times) whose one-hot form (tokens, times, experts) ``op`` computes."""
     if op.kind == "OneHot" and op.attrs.axis in (-1, 2):
         values = graph.constant_value(op.input(2))
         return operand(op) if values is not None and values.tolist() == [0, 1] else None

@@ -53,10 +53,10 @@ class FuseGroup(Rule):
         """Whether an op may join the group of its readers."""
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        return _group(graph, op, context.on_gpu, self)
+        return _group(graph, op, context, self)
 
 
-def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss | None:
+def _group(graph: Graph, op: Op, context: PassContext, rule: FuseGroup) -> Match | Miss | None:
     if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
     group, refusals = {op.id: op}, dict[int, str]()
@@ -67,7 +67,7 @@ def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss 
             continue
         if not rule.joins(graph, one):
             continue
-        reason = _refuse(graph, op, one, group, on_gpu, rule.most)
+        reason = _refuse(graph, op, one, group, context, rule.most)
         if reason is not None:
             refusals[one.id] = reason
             continue
@@ -82,28 +82,28 @@ def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss 
 
     def build(patch: Patch) -> Value:
         steps = _collect(graph, ops)
-        first = first_operand(graph, steps, op, on_gpu)
+        first = first_operand(graph, steps, op, context.on_gpu)
         assert first is not None
         return patch.add("Pointwise", *body(steps, first))
 
     return Match(ops, build, op.value)
 
 
-def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], context: PassContext, most: int) -> str | None:
     for user in graph.users(one.value):
         if user.kind == "Output":
             return f"{one.name} is an output of the network"
         if user.id not in group:
             return f"{one.name} is also used by {user.name}"
-    return _unfit(graph, sink, one, group, on_gpu, most)
+    return _unfit(graph, sink, one, group, context, most)
 
 
-def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
+def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], context: PassContext, most: int) -> str | None:
     """Why the kernel of ``group`` cannot compute its operand ``one`` too, or None."""
     result, inner = sink.outputs[0].type, one.outputs[0].type
     if result.shape is None:
         return "the rank of the result is unknown"
-    if inner.shape != result.shape and not (on_gpu and _repeats_little(one, result)):
+    if inner.shape != result.shape and not (context.on_gpu and _repeats_little(one, result, context)):
         return (
             f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
             "it would be computed again for each element"
@@ -114,17 +114,17 @@ def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, 
     read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
     if read > MAX_OPERANDS:
         return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
-    if first_operand(graph, steps, sink, on_gpu) is None:
+    if first_operand(graph, steps, sink, context.on_gpu) is None:
         return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
     return None
 
 
-def _repeats_little(one: Op, result: TensorType) -> bool:
+def _repeats_little(one: Op, result: TensorType, context: PassContext) -> bool:
     """Whether computing ``one`` again for each element of the result costs less than a launch."""
     inner = one.outputs[0].type
     if not result.is_static or not inner.is_static or not (is_float(inner.dtype) or inner.dtype == BOOL):
         return False
-    return len(steps_of(one)) * math.prod(result.static_shape) <= REPEATED
+    return context.counted(len(steps_of(one)) * math.prod(result.static_shape)) <= REPEATED
 
 
 def _producers(graph: Graph, op: Op) -> list[Op]:
@@ -192,13 +192,13 @@ def computed_again(graph: Graph, op: Op, context: PassContext) -> Match | Miss |
     readers = graph.users(op.value)
     inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
     others = [u for u in readers if u not in inner]
-    last = bool(others) and _elements(op) <= VERY_FEW and _to_outputs(graph, others)
-    if len(readers) < 2 or not inner or not (last or _reads_little(graph, op)):
+    last = bool(others) and context.counted(_elements(op)) <= VERY_FEW and _to_outputs(graph, others)
+    if len(readers) < 2 or not inner or not (last or _reads_little(graph, op, context)):
         return None
     if not last and (len(others) > 1 or not all(_reduces(u) for u in others)):
         return Miss(f"{op.name} is also used by {others[-1].name}")
     for reader in inner:
-        if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
+        if (why := _unfit(graph, reader, op, {reader.id: reader}, context, MAX_STAGES)) is not None:
             return Miss(why)
 
     def build(patch: Patch) -> None:
@@ -228,14 +228,14 @@ def _elements(op: Op) -> float:
     return math.prod(out.static_shape) if out.is_static else math.inf
 
 
-def _reads_little(graph: Graph, op: Op) -> bool:
+def _reads_little(graph: Graph, op: Op, context: PassContext) -> bool:
     """Whether an op reads a single computed tensor, of its result's shape, and with its constants no more bytes than it writes. An
     op of few elements may read any constants, and an op of very few a second tensor."""
     tensors, out = tensors_of(graph, op), op.outputs[0].type
     computed = [v for v in tensors if graph.constant_value(v) is None]
     if not any(graph.type(v).shape == out.shape for v in computed):
         return False
-    size = _elements(op)
+    size = context.counted(_elements(op))
     if len(computed) > 1:
         return len(computed) == 2 and size <= VERY_FEW
     return size <= REPEATED or (out.is_static and sum(bytes_of(graph, v) for v in tensors) <= bytes_of(graph, op.value))
@@ -257,7 +257,8 @@ def parts_together(graph: Graph, op: Op, context: PassContext) -> Match | None:
         return None
     if any(not t.is_static or t.static_shape[split.attrs.axis] % ALIGNED for t in (out.type for out in split.outputs)):
         return None  # readers of a part would copy it
-    if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
+    size = math.prod(whole.static_shape)
+    if context.counted(size) > REPEATED or size > 2 * sum(math.prod(t.static_shape) for t in sizes):
         return None
 
     def build(patch: Patch) -> None:

@@ -67,7 +67,7 @@ def siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     taken = [member_of(graph, u, tensors=machine.on_gpu) for u in same_kind]
     found = _biased_alike([m for m in taken if isinstance(m, Member)])
     if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
-        found = _with_one_kernel(graph, mine, found, context.precision)
+        found = _with_one_kernel(graph, mine, found, context)
     (mine,) = [m for m in found if m.op.id == op.id]
     members = [m for m in found if m.key == mine.key]
     if len(members) < 2:
@@ -75,7 +75,7 @@ def siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     family = _family(graph, members)
     if not side_by_side(family.members):
         return Miss("their epilogues read parts of a tensor that are not side by side")
-    reason = _unprofitable(graph, x, family, context.target)
+    reason = _unprofitable(graph, x, family, context)
     if reason is not None:
         return Miss(reason)
     ops = (*(m.op for m in members), *([family.concat] if family.concat is not None else []))
@@ -107,7 +107,7 @@ def grouped_siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     convs = [r for r in readers if r is not None]
     found = [member_of(graph, conv) for conv in convs]
     members = [m for m in found if isinstance(m, Member)]
-    if (why := _ungrouped(graph, found, context.precision)) is not None:
+    if (why := _ungrouped(graph, found, context)) is not None:
         return Miss(why)
     most = max(m.width for m in members)
     groups = tuple(_as_group(m, len(members), most) for m in members)
@@ -130,9 +130,9 @@ def grouped_siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
 
 
-def _ungrouped(graph: Graph, found: Sequence[Member | str], precision: str) -> str | None:
+def _ungrouped(graph: Graph, found: Sequence[Member | str], context: PassContext) -> str | None:
     """Why the convolutions of a Split's parts do not become one; None if they do."""
-    if "16" not in precision:
+    if "16" not in context.precision:
         return "only kernels of 16-bit images compute the groups of a convolution side by side"
     refusals = [m for m in found if isinstance(m, str)]
     if refusals:
@@ -147,7 +147,7 @@ def _ungrouped(graph: Graph, found: Sequence[Member | str], precision: str) -> s
         return "the size of the image is not known"
     positions = math.prod(y.static_shape) // members[0].width
     products = [m.weight.size * positions for m in members]
-    if max(products) >= MOST_PRODUCTS:
+    if context.counted(max(products)) >= MOST_PRODUCTS:
         return "each of the convolutions is large enough for a launch of its own"
     if max(products) * len(products) - sum(products) > (len(products) - 1) * LAUNCH_PRODUCTS[True]:
         return "groups of equal size would multiply many zeros"
@@ -217,7 +217,7 @@ def _with_bias(member: Member) -> Member:
     return replace(member, key=key, scalars=(None,), channels=(zeros,), tensors=(None,))
 
 
-def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precision: str) -> list[Member]:
+def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], context: PassContext) -> list[Member]:
     """The members. If a Concat joins members with ``mine`` that differ from it only in kernel size and padding, they get one common
     kernel size where that pays."""
     concat = graph.sole_user(mine.op.value)
@@ -236,7 +236,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
     attrs, weights = wide
     zeros = sum(w.size for w in weights) - sum(m.weight.size for m in run)
     positions = math.prod(result.static_shape) // mine.width
-    if zeros * positions > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
+    narrow = "16" in context.precision or "8" in context.precision
+    if context.counted(zeros * positions) > (kernels - 1) * LAUNCH_PRODUCTS[narrow]:
         return members
     kind, plain, _, *rest = mine.key
     key = (kind, replace(plain, pads=attrs.pads), weights[0].shape[2:], *rest)
@@ -266,10 +267,11 @@ def _family(graph: Graph, members: Sequence[Member]) -> Family:
     return Family(tuple(sorted(members, key=lambda m: slots[m.op.value])), axis, concat)
 
 
-def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | None:
+def _unprofitable(graph: Graph, x: Value, family: Family, context: PassContext) -> str | None:
     """Why merging would not pay. Symbolic dimensions count as 1."""
     if family.concat is not None:
         return None
+    target = context.target
     if target in ("cpu", "reference"):
         return f"on {target} the Split's copy costs as much as merging saves"
     rows = TargetName.parse(target).on_gpu and family.members[0].op.kind != "Conv"
@@ -277,7 +279,7 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
         return None
     saved = (len(family.members) - 1) * (bytes_of(graph, x) + LAUNCH_BYTES)
     copied = 2 * sum(bytes_of(graph, m.op.value) for m in family.members)
-    if copied > saved:
+    if context.counted(copied) > saved:
         return f"the Split would copy {copied / 1e6:.1f} MB to save {saved / 1e6:.1f} MB of reading and launching"
     return None
 

@@ -25,7 +25,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.rules.rows_by_index import gather_by_one_index, rows_by_one_index
 from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import (
@@ -227,7 +227,7 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 @rule("common_features", {"Conv", "Gemm", "MatMul"})
-def common_features(graph: Graph, op: Op) -> Match | Miss | None:
+def common_features(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A product with a constant matrix, of rows that have features in common. The other features stay side by side."""
     product = _product(graph, op)
     if product is None:
@@ -245,7 +245,7 @@ def common_features(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if own:
         saved -= ADDITION * math.prod(op.outputs[0].type.static_shape)
-    if saved < LEAST_SAVED:
+    if saved <= 0 or context.counted(saved) < LEAST_SAVED:
         return Miss("what it would save takes less time than a launch that adds the products")
     if graph.sole_user(operand(op)) is None:
         return Miss("its rows are also read by others")

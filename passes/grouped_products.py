@@ -20,7 +20,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped
 from optdnn.passes.support.lanes import (
     CUTS,
@@ -61,7 +61,7 @@ class Family:
 
 
 @rule("grouped_products", PRODUCTS)
-def grouped_products(graph: Graph, op: Op) -> Match | Miss | None:
+def grouped_products(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A product and the products of the next parts, with other matrices of the same size, become one convolution."""
     x = operand(op)
     if (
@@ -74,7 +74,7 @@ def grouped_products(graph: Graph, op: Op) -> Match | Miss | None:
     if len(group) < LEAST or len({one.inputs[1] for one in group}) == 1:
         return None
     weight = graph.type(operand(op, 1)).static_shape
-    if rows_in(graph, x) * weight[0] * weight[1] >= MOST_PRODUCTS:
+    if context.counted(rows_in(graph, x) * weight[0] * weight[1]) >= MOST_PRODUCTS:
         return Miss("each part's product is large enough for a launch of its own")
     lanes = plan(graph, [operand(one) for one in group])
     products = [plain_product(graph, value) for value in _biased(graph, group)]

@@ -17,7 +17,7 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
 from optdnn.passes.rules.image_products import channel_attention, pixels_of_image
 from optdnn.passes.rules.plain_siblings import plain_sibling
@@ -185,7 +185,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
 
 
 @rule("activate_image", RESHAPES)
-def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
+def activate_image(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """An activation of a convolution's tokens moves to the image, where the convolution's epilogue can absorb it."""
     user = graph.sole_user(op.value)
     turned = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
@@ -194,7 +194,7 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     conv = producer(graph, turned.inputs[0], {"Conv"}, alone=True)
     if conv is None:
         return None
-    if (sibling := plain_sibling(graph, conv, user)) is not None:
+    if (sibling := plain_sibling(graph, conv, user, context)) is not None:
         return Miss(f"without the activation, one launch computes {conv.name} and {sibling.name}")
     constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
     if any(c is None or c.size > 1 for c in constants):

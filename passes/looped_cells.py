@@ -47,7 +47,7 @@ def looped_cells(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
     steps = _with_constants(graph, given, context)
     if isinstance(steps, Miss):
         return steps
-    layers, why = _layers(steps)
+    layers, why = _layers(steps, context)
     if not layers:
         return why
     parts = divided(steps, layers)
@@ -58,7 +58,7 @@ def looped_cells(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
     return in_parts(graph, op, parts, (*parts.before, *parts.after))
 
 
-def _layers(steps: LongSteps) -> tuple[dict[int, Layer], Miss | None]:
+def _layers(steps: LongSteps, context: PassContext) -> tuple[dict[int, Layer], Miss | None]:
     """The states that layers may compute, by their numbers; and why a cell is no layer, if there is one."""
     found, why = dict[int, Layer](), None
     for k, (before, after) in enumerate(zip(steps.states, steps.following, strict=True)):
@@ -66,7 +66,7 @@ def _layers(steps: LongSteps) -> tuple[dict[int, Layer], Miss | None]:
         for step in steps_before(steps.body, op) if op.kind in CELLS else ():
             if step.h != before:
                 continue
-            if (reason := refused_step(step)) is not None:
+            if (reason := refused_step(step, context)) is not None:
                 why = Miss(reason)
             elif step.cells is None:
                 found[k] = Layer(step)

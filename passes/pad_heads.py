@@ -36,7 +36,7 @@ def _wide(features: int) -> int:
 
 
 @rule("pad_heads", {"Attention"})
-def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
+def pad_heads(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Attention over ``features`` features as attention over the next multiple of 8."""
     shapes = heads_sizes(graph, op)
     if shapes is None:
@@ -55,7 +55,7 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     scores = 2 * FP32.itemsize * math.prod((*q[:3], k[2]))  # written and read again
     copied = [n for s, n in zip(sources, shapes, strict=True) if s is not None and s.copied]
     moved = sum(HALVES * math.prod((*n[:3], n[3] + _wide(n[3]))) for n in copied)
-    if copied and max(moved, len(copied) * LEAST_SCORES) > scores:
+    if copied and (moved > scores or len(copied) * LEAST_SCORES > context.counted(scores)):
         return Miss(
             "its queries, keys or values do not all come from projections whose weights can be padded, and copies would take "
             "longer than its scores"

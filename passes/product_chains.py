@@ -18,7 +18,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.checks import elements
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, sizes_of
 from optdnn.passes.support.linear import LINEAR
 from optdnn.passes.support.products import (
@@ -40,14 +40,14 @@ FEW = 1_000_000
 
 
 @rule("product_chains", PRODUCTS)
-def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
+def product_chain(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """The second product of ``(x A + a) B + b``."""
     second, before = constant_matrix(graph, op), plain_product(graph, operand(op))
     if second is None or before is None:
         return None
     if graph.sole_user(operand(op)) == op:
         return None  # a factorized matrix: its factors stay apart, since each may have its own precision or be packed
-    if (why := _why_slower(graph, op, before, second)) is not None:
+    if (why := _why_slower(graph, op, before, second, context)) is not None:
         return Miss(why)
     chains = [(op, second)]
     others = [user for user in graph.users(operand(op)) if user != op]
@@ -56,7 +56,7 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     ):  # the last two readers in one rewrite: the second one, left alone, would keep the first product
         (other,) = others
         last = constant_matrix(graph, other) if other.kind in PRODUCTS and operand(other) == operand(op) else None
-        if last is not None and _why_slower(graph, other, before, last) is None:
+        if last is not None and _why_slower(graph, other, before, last, context) is None:
             chains.append((other, last))
 
     def build(patch: Patch) -> None:
@@ -76,7 +76,7 @@ def _one_product(patch: Patch, first: PlainProduct, second: ConstantMatrix) -> V
     return multiplied(patch, first.x, matrix, bias)
 
 
-def _why_slower(graph: Graph, op: Op, first: PlainProduct, second: ConstantMatrix) -> str | None:
+def _why_slower(graph: Graph, op: Op, first: PlainProduct, second: ConstantMatrix, context: PassContext) -> str | None:
     """Why one product would be slower than the two, or None. ``op``: the second product."""
     (inner, middle), columns = first.matrix.shape, second.shape[1]
     sizes = sizes_of(graph, op.value)
@@ -86,13 +86,13 @@ def _why_slower(graph: Graph, op: Op, first: PlainProduct, second: ConstantMatri
         return None
     if more > MORE_WEIGHTS:
         return f"one matrix of {inner} x {columns} would have many more elements than the two matrices have"
-    if rows is None or math.prod(rows) * more > MORE_MULTIPLICATIONS:
+    if rows is None or context.counted(math.prod(rows) * more) > MORE_MULTIPLICATIONS:
         return f"one matrix of {inner} x {columns} would take many more multiplications than the two matrices take"
     return None
 
 
 @rule("sum_of_equal_layers", {"Add", "Sub"})
-def sum_of_equal_layers(graph: Graph, op: Op) -> Match | Miss | None:
+def sum_of_equal_layers(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``layer(x) + layer(y)`` and ``layer(x) - layer(y)``, for convolutions and products with the same weights and biases."""
     first, second = (producer(graph, v, LINEAR) for v in op.inputs)
     if first is None or second is None or first == second or first.kind != second.kind or first.attrs != second.attrs:
@@ -111,7 +111,8 @@ def sum_of_equal_layers(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("attention whose weights are not added is one launch")
     if graph.sole_user(first.value) is None or graph.sole_user(second.value) is None:
         return Miss("one of the results is read elsewhere")
-    if elements(graph.type(x)) > max(elements(op.outputs[0].type), FEW):
+    size = elements(graph.type(x))
+    if size > elements(op.outputs[0].type) and context.counted(size) > FEW:
         return Miss("the sum of the operands would be larger than the sum of the results")
 
     def build(patch: Patch) -> Value:

@@ -40,14 +40,14 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     if not isinstance(count, int):
         return Miss("the number of rows is not known")
     once, times, between = _repeated(graph, rows, size)
-    short = many <= count and count // times * many * width * size <= SHORT
+    short = many <= count and context.counted(count // times * many * width * size) <= SHORT
     if read_in_place(graph, found, context) and not short:
         if times == 1:
             return Miss("one launch reads the matrices of all rows in place")
         return Match(
             (op, pick, *between), partial(_read_once, found=found, index=operand(pick, 1), once=once, times=times)
         )
-    if count < many:
+    if context.counted(count) < many:
         return Miss(f"there are more matrices ({many}) than rows ({count})")
     if many > min(MOST, size):
         return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")

@@ -11,21 +11,21 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, RulePass, rule
+from optdnn.passes.base import Match, PassContext, RulePass, rule
 from optdnn.passes.support.facts import integers, operand, shape_of
 from optdnn.types import Shape
 
 
 @rule("shared_matrix", {"MatMul"})
-def shared_matrix(graph: Graph, op: Op) -> Match | None:
+def shared_matrix(graph: Graph, op: Op, context: PassContext) -> Match | None:
     """Takes plain products of n columns (…, n, k, 1) or n rows (…, n, 1, k) with one matrix (…, 1, rows, columns)."""
     shapes = [shape_of(graph, operand(op, slot)) for slot in (0, 1)]
     if op.attrs.epilogue or op.attrs.prologue or any(shape is None or len(shape) < 2 for shape in shapes):
         return None
     left, right = (shape or () for shape in shapes)
-    if right[-1] == 1 and _shared(left, right):
+    if right[-1] == 1 and _shared(left, right, context):
         slot, axis = 0, -1
-    elif left[-2] == 1 and _shared(right, left):
+    elif left[-2] == 1 and _shared(right, left, context):
         slot, axis = 1, -2
     else:
         return None
@@ -47,8 +47,12 @@ def shared_matrix(graph: Graph, op: Op) -> Match | None:
     return Match((op,), build)
 
 
-def _shared(matrices: Shape, vectors: Shape) -> bool:
-    """Whether several vectors along the third axis from the end share a matrix of at least two rows and columns."""
+def _shared(matrices: Shape, vectors: Shape, context: PassContext) -> bool:
+    """Whether several vectors along the third axis from the end share a matrix of at least two rows and columns.
+
+    That axis may be the batch: with ``row_invariant``, a single vector shares a matrix, too."""
+    if context.row_invariant and len(matrices) == 2:
+        return len(vectors) == 3 and 1 not in matrices
     if len(vectors) < 3 or vectors[-3] == 1 or 1 in matrices[-2:]:
         return False
     return len(matrices) == 2 or matrices[-3] == 1

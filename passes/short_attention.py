@@ -11,7 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import HEADS_FIRST, heads_sizes, integers, operand, reshaped
 from optdnn.passes.support.views import transposed
 
@@ -37,7 +37,7 @@ def one_key(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 @rule("packed_items", {"Attention"})
-def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
+def packed_items(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Consecutive items of few tokens become one item. A mask lets each token attend only to its own item."""
     shapes = heads_sizes(graph, op)
     if shapes is None or not _is_plain(graph, op):
@@ -45,6 +45,8 @@ def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
     (batch, heads, queries, _), (_, _, keys, _) = shapes[0], shapes[1]
     if max(queries, keys) > MOST_TOKENS or keys < 2:
         return None
+    if context.row_invariant:
+        return Miss("how many items fit together depends on the size of the batch, and with row_invariant no row may")
     if batch * heads < FEWEST_ITEMS:
         return Miss(f"{batch * heads} items of {queries} tokens are not enough for all multiprocessors")
     together = max(n for n in range(1, TILE // max(queries, keys) + 1) if batch % n == 0)

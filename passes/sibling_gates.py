@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
 from optdnn.passes.support.facts import bytes_of, operand, split_along
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
@@ -38,7 +38,7 @@ class Gate:
 
 
 @rule("sibling_gates", PRODUCTS)
-def sibling_gates(graph: Graph, op: Op) -> Match | Miss | None:
+def sibling_gates(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """At least three products of one value, whose results have one type and meet in pointwise arithmetic, become one."""
     x = operand(op)
     products = [u for u in graph.users(x) if u.kind in PRODUCTS and u.inputs[0] == x]
@@ -54,7 +54,7 @@ def sibling_gates(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"their columns are no multiple of {ALIGNED}, so that the parts could not be read in place")
     moved = 2 * sum(bytes_of(graph, g.value) for g in gates)
     saved = (len(gates) - LEAST_GATES + 1) * LAUNCH_BYTES
-    if moved > saved:
+    if context.counted(moved) > saved:
         return Miss(
             f"the results would be stored ({moved / 1e6:.1f} MB) to save launches that take as long as {saved / 1e6:.1f} MB"
         )

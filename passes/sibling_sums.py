@@ -51,7 +51,7 @@ def sibling_sums(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
     read = bytes_of(graph, operand(left)) + bytes_of(graph, operand(right))
     saved = (len(adds) - 1) * (read + LAUNCH_BYTES)
     moved = 2 * sum(bytes_of(graph, a.value) for a in adds)
-    if moved > saved:
+    if context.counted(moved) > saved:
         return Miss(
             f"the sums would be stored ({moved / 1e6:.1f} MB) to save {saved / 1e6:.1f} MB of reading and launching"
         )
@@ -88,7 +88,8 @@ def sibling_sums_of_steps(graph: Graph, op: Op, context: PassContext) -> Match |
     if axis is None:
         return Miss("the entries are taken along their channels")
     read, summed = bytes_of(graph, operand(mine.conv)), sum(bytes_of(graph, step.add.value) for step, _ in alike)
-    if (moved := 4 * summed) > (saved := (len(alike) - 1) * (read + LAUNCH_BYTES)):
+    moved, saved = 4 * summed, (len(alike) - 1) * (read + LAUNCH_BYTES)
+    if context.counted(moved) > saved:
         return Miss(f"{moved / 1e6:.1f} MB would be moved to save {saved / 1e6:.1f} MB of reading and launching")
 
     def build(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import integers, operand, shape_of
 from optdnn.types import Shape, is_float
 
@@ -44,7 +44,7 @@ def outer_product(graph: Graph, op: Op) -> Match | None:
 
 
 @rule("small_product", {"MatMul"})
-def small_product(graph: Graph, op: Op) -> Match | Miss | None:
+def small_product(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Takes plain products of several terms: of two computed operands, or of a constant matrix per item.
 
     Those with one matrix are layers."""
@@ -62,7 +62,7 @@ def small_product(graph: Graph, op: Op) -> Match | Miss | None:
         return None  # a mixture of long rows: the launch after a product can add its terms
     if any(graph.constant_value(operand(op, slot)) is not None and _one(shapes[slot] or ()) for slot in (0, 1)):
         return None
-    if math.prod(bounds(d)[1] for d in op.outputs[0].type.dims) > MOST_ELEMENTS:
+    if context.counted(math.prod(bounds(d)[1] for d in op.outputs[0].type.dims)) > MOST_ELEMENTS:
         return Miss(f"its result may have more than {MOST_ELEMENTS} elements")
 
     def build(patch: Patch) -> Value:

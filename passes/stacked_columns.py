@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, reshaped
 from optdnn.passes.support.stacks import Same, Stack, covered, emit, stack_of
 from optdnn.types import TensorType, normalize_axis
@@ -30,7 +30,7 @@ Run = tuple[int, list[Value], Stack]
 
 
 @rule("stacked_columns", {"Concat"})
-def stacked_columns(graph: Graph, op: Op) -> Match | Miss | None:
+def stacked_columns(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``Concat(f(x[:, a]), f(x[:, b]), …)`` is f of all columns, where f reduces or searches."""
     y = op.outputs[0].type
     if not y.is_static or len(op.inputs) < LEAST:
@@ -38,7 +38,7 @@ def stacked_columns(graph: Graph, op: Op) -> Match | Miss | None:
     runs = list(_runs(graph, op))
     if not runs:
         return None
-    if math.prod(y.static_shape) > MOST_ELEMENTS:
+    if context.counted(math.prod(y.static_shape)) > MOST_ELEMENTS:
         return Miss("each column is large enough for a launch of its own")
     axis = normalize_axis(op.attrs.axis, len(y.dims))
 

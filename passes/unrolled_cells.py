@@ -25,7 +25,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import operand, origins, producer, reshaped
 from optdnn.passes.support.lanes import cut_of
 from optdnn.passes.support.pattern import Pattern, Var, any_of, find, node, product, total
@@ -160,13 +160,13 @@ class Step:
 
 
 @rule("unrolled_cells", frozenset(CELLS))
-def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
+def unrolled_cells(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """The last step of a layer, and all steps before it, become one GRU, LSTM or RNN."""
     chains = (_chain(graph, step) for step in steps_before(graph, op) if not _goes_on(graph, step))
     steps = max(chains, key=len, default=[])
     if len(steps) < LEAST:
         return None
-    if (why := refused_step(steps[-1])) is not None:
+    if (why := refused_step(steps[-1], context)) is not None:
         return Miss(why)
     xs = [step.x for step in steps]
     if len({graph.type(x) for x in xs}) > 1:
@@ -189,9 +189,9 @@ def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
     return Match(tuple(step.op for step in steps), build)
 
 
-def refused_step(step: Step) -> str | None:
+def refused_step(step: Step, context: PassContext) -> str | None:
     """Why a step does not become part of a layer, or None."""
-    if step.kind == "RNN" and step.op.outputs[0].type.static_shape[-2] > MOST_ROWS:
+    if step.kind == "RNN" and context.counted(step.op.outputs[0].type.static_shape[-2]) > MOST_ROWS:
         return "each step is one product, with enough rows for a launch of its own"
     return None
 

@@ -12,7 +12,7 @@ import math
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import operand, sizes_of
 from optdnn.passes.support.paths import path_from
 from optdnn.passes.support.stages import with_stages
@@ -23,7 +23,7 @@ _UNIT = 8
 
 
 @rule("wide_product", {"Gemm", "MatMul"})
-def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
+def wide_product(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A product of 16-bit rows with a constant matrix that only a Cast to fp32 reads, directly or after Reshapes."""
     views = path_from(graph, op.value, {"Reshape"})
     cast = graph.sole_user((views[-1] if views else op).value)
@@ -32,7 +32,7 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
     weight = graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim != 2 or op.attrs.prologue:
         return None
-    if op.outputs[0].type.dims[-1] % _UNIT != 0 and not _one_row(graph, op):
+    if op.outputs[0].type.dims[-1] % _UNIT != 0 and (context.row_invariant or not _one_row(graph, op)):
         return Miss(f"its number of columns is not a multiple of {_UNIT}, and the fp32 rows would be copied")
     reads = [v for v in op.inputs[op.definition.arity or 0 :] if v is not None and graph.constant_value(v) is None]
     if reads:
@@ -49,7 +49,8 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _one_row(graph: Graph, op: Op) -> bool:
-    """Whether a kernel of single rows (``gemv``) can run the product: it stores any number of columns."""
+    """Whether a kernel of single rows (``gemv``) can run the product: it stores any number of columns.
+    With ``row_invariant``, it runs none: other batch sizes have several rows."""
     before = sizes_of(graph, operand(op))
     return before is not None and math.prod(before[:-1]) == 1 and before[-1] % _UNIT == 0
 

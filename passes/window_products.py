@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
 from optdnn.types import Array, normalize_axis
 
@@ -40,7 +40,7 @@ class Loop:
 
 
 @rule("product_of_windows", {"MatMul"})
-def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
+def product_of_windows(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``windows(x) @ v`` reads the windows of a transposed ``x``, from which they are views."""
     left, right = (shape_of(graph, v) for v in op.inputs[:2])
     if left is None or right is None or len(right) < 2 or right[-1] != 1 or not isinstance(left[-1], int):
@@ -52,7 +52,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
     if left[-1] > MOST_TERMS:
         return Miss(f"its windows have {left[-1]} positions, more than {MOST_TERMS}")
     shape = graph.type(operand(op)).static_shape
-    if math.prod(shape) > MOST_ELEMENTS:
+    if context.counted(math.prod(shape)) > MOST_ELEMENTS:
         return Miss(f"its windows have more than {MOST_ELEMENTS} elements")
     if any(len(graph.uses(x.value)) > 1 for x in ops):
         return Miss("its windows have other readers")

@@ -10,6 +10,7 @@ in a build that is not row-invariant (if it is 0 for all networks, the compariso
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,29 +31,21 @@ def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
     return [f"{options.target} {options.sizes}{tuned_for(options.tuned)}"]
 
 
-def batch_axes(models: dict[int, Any]) -> dict[str, int]:
-    """The batch axis of each input and output: its size changes with the batch size."""
-    one, two = models[min(models)].graph, models[max(models)].graph
-
-    def shapes(values: Any) -> dict[str, list[int]]:
-        return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
-
-    pairs = [(shapes(one.input), shapes(two.input)), (shapes(one.output), shapes(two.output))]
-    return {
-        name: next(i for i, (m, n) in enumerate(zip(a[name], b[name], strict=True)) if m != n)
-        for a, b in pairs
-        for name in a
-    }
+def batch_axes(one: optdnn.Engine, two: optdnn.Engine) -> dict[str, int]:
+    """The batch axis of each input and output: its size differs between the engines."""
+    pairs = zip((*one.inputs, *one.outputs), (*two.inputs, *two.outputs), strict=True)
+    return {a.name: next(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n) for a, b in pairs}
 
 
 def differing(models: dict[int, Any], batches: list[int], **options: Any) -> Row:
     """The number of rows that differ from those of the largest batch, by batch size."""
     from optdnn.runtime.contexts.feeds import random_feeds
 
-    axes, largest = batch_axes(models), max(batches)
+    engines = {batch: optdnn.build(models[batch], **options) for batch in batches}
+    largest = max(batches)
+    axes = batch_axes(engines[min(batches)], engines[largest])
     found, want, rows = Row(), Row(), Row()
-    for batch in sorted(batches, reverse=True):
-        engine = optdnn.build(models[batch], **options)
+    for batch, engine in sorted(engines.items(), reverse=True):
         if batch == largest:
             rows = random_feeds(engine.inputs, seed=1)
             want = engine.run(rows)
@@ -70,7 +63,7 @@ def differing(models: dict[int, Any], batches: list[int], **options: Any) -> Row
 def measure(job: Job) -> Row:
     """Rows that differ, by batch size, of each way to build."""
     sizes = [int(n) for n in job.options.sizes.split(",")]
-    models = {n: onnx_of(Workload(job.workload.network, n)) for n in sizes}
+    models = {n: onnx_of(replace(job.workload, batch=n)) for n in sizes}
     options = {"target": job.options.target, "precision": job.workload.precision, "tactics": "heuristic"}
     ends = [min(sizes), max(sizes)]
     found = {"heuristic": differing(models, sizes, **options, row_invariant=True)}
@@ -83,6 +76,6 @@ def measure(job: Job) -> Row:
 
 
 KIND = Kind(
-    name="invariance", about=__doc__ or "", measure=measure, arguments=arguments, groups=("zoo",), setups=setups, at_once=4,
-    limit_s=240.0,
+    name="invariance", about=__doc__ or "", measure=measure, arguments=arguments, groups=("zoo", "trained"), setups=setups,
+    at_once=4, limit_s=240.0,
 )  # fmt: skip

@@ -33,6 +33,8 @@ CHANNEL_ALIGN = 8
 """Channels-last tensors of 16-bit floats have a multiple of this many channels per pixel: TMA needs multiples of 16 bytes."""
 
 
+VERY_MANY = 1 << 40
+"""With ``row_invariant``, the count of anything that grows with the batch."""
 NOWHERE = -1
 """The buffer of a tensor that has none yet (:meth:`Builder.made`)."""
 
@@ -192,6 +194,11 @@ class Builder:
 
     def __post_init__(self) -> None:
         self.kept.of(self.graph)
+
+    def counted(self, size: float) -> float:
+        """A size that grows with the batch, as a decision that may change sums or roundings counts it: with :attr:`row_invariant`, that of
+        a very large batch."""
+        return VERY_MANY if self.row_invariant else size
 
     def fork(self) -> Builder:
         """An independent copy of this builder: additions to the copy do not change this one."""

@@ -218,8 +218,8 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
         if tactic.provider not in selection.providers and tactic.provider != "own":
             continue
         why = tactic.refuse(b, op)
-        if why is None and selection.row_invariant and not tactic.row_invariant:
-            why = "a row of its result depends on the size of the batch"
+        if why is None and selection.row_invariant:
+            why = _not_invariant(b, op, tactic)
         if why is None:
             able.append(tactic)
         else:
@@ -235,6 +235,17 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
     return listed, refused
 
 
+def _not_invariant(b: Builder, op: Op, tactic: Tactic) -> str | None:
+    """Why a row of a tactic's result depends on the size of the batch, or None."""
+    if not tactic.row_invariant:
+        return "a row of its result depends on the size of the batch"
+    offers = tactic.configs(b, op) if tactic.region(b, op).after else ()  # others are asked in their turn
+    return _UNORDERED if offers and not any(o.row_invariant for o in offers) else None
+
+
+_UNORDERED = "in each of its configurations, the order of a sum depends on the batch size"
+
+
 def offers_of(
     b: Builder, op: Op, tactic: Tactic, selection: Selection, *, first: bool = False
 ) -> tuple[list[Offer | None], str | None]:
@@ -247,7 +258,7 @@ def offers_of(
     if selection.row_invariant:
         offers = [o for o in offers if o is None or o.row_invariant]
         if not offers:
-            return [], "in each of its configurations, the order of a sum depends on the batch size"
+            return [], _UNORDERED
     if selection.workspace is not None:
         needed, fitting = list[int](), list[Offer | None]()
         for offer in offers:

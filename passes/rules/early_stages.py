@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.rules.plain_siblings import plain_sibling
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target, scalar, shape_of
 from optdnn.passes.support.paths import path_to, repeated
@@ -18,7 +18,7 @@ STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 
 
 @rule("stage_before_reshape", STAGES)
-def stage_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
+def stage_before_reshape(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``f(reshape(x W))`` is ``reshape(f(x W))`` if f reads only scalar constants besides: the root of a sum (StyleGAN2). So is
     ``f(shuffle(conv(x)))``: the activation after a pixel shuffle (SRResNet)."""
     reshape = _before(graph, op, MOVES)
@@ -29,7 +29,7 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     product = _staged_product(graph, source)
     if product is None:
         return None
-    if op.kind in ACTIVATIONS and (sibling := plain_sibling(graph, product, op)) is not None:
+    if op.kind in ACTIVATIONS and (sibling := plain_sibling(graph, product, op, context)) is not None:
         return Miss(f"without it, one launch computes {product.name} and {sibling.name}")
 
     def build(patch: Patch) -> Value:

@@ -10,7 +10,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.checks import elements
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.facts import channels_from_last, channels_to_last, operand, producer, shape_of
 
 LEAST = 1 << 20
@@ -20,7 +20,7 @@ _STEPS = 6
 
 
 @rule("gated_residual", {"Add"})
-def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
+def gated_residual(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``x * g * h + c + x`` becomes ``x * (g * h + 1) + c`` if a 1x1 convolution or a product can apply the gate.
 
     ConvNeXt V2 writes its global response norm in this form (Woo et al., 2023).
@@ -37,7 +37,7 @@ def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its only reader is no 1x1 convolution and no product of an image's pixels")
     if op.outputs[0].type.shape != shape or not all(_is_gate(graph, f, channels) for f in factors):
         return Miss("its factors are not one number for all pixels of a channel")
-    if int(elements(graph.type(x))) < LEAST:
+    if context.counted(int(elements(graph.type(x)))) < LEAST:
         return Miss(f"its image has fewer than {LEAST} elements, which a launch multiplies as fast as a convolution")
 
     def build(patch: Patch) -> Value:

@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.facts import operand, shape_of, sizes_of, with_rank
 from optdnn.passes.support.products import constant_matrix
 from optdnn.types import Array
@@ -23,7 +23,7 @@ MOST_FLOPS = 1 << 30
 
 
 @rule("own_products", {"MatMul"})
-def own_products(graph: Graph, op: Op) -> Match | Miss | None:
+def own_products(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``view(x W) + c`` and ``view(x W) + d`` with constants c and d each get their own product and views.
 
     The view is a Reshape, a Reshape and a Transpose of heads, or nothing. With a Transpose, the constant must be one vector of the
@@ -42,7 +42,8 @@ def own_products(graph: Graph, op: Op) -> Match | Miss | None:
         or any(not isinstance(n, int) for n in rows)
     ):
         return None
-    if 2 * math.prod(map(int, (*rows, weight[0]))) * (len(adds) - 1) > MOST_FLOPS:  # type: ignore[arg-type]
+    flops = 2 * math.prod(map(int, (*rows, weight[0]))) * (len(adds) - 1)  # type: ignore[arg-type]
+    if context.counted(flops) > MOST_FLOPS:
         return Miss("further products would take longer than the additions")
     biases: dict[int, Array | None] = {}
     if transpose is not None:

@@ -7,13 +7,14 @@ case, that launch activates them, and the products stay alike.
 from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise, operand
 from optdnn.passes.support.siblings import Member, member_of
 from optdnn.passes.support.stages import ACTIVATIONS
 
 
-def plain_sibling(graph: Graph, product: Op, activation: Op) -> Op | None:
+def plain_sibling(graph: Graph, product: Op, activation: Op, context: PassContext) -> Op | None:
     """A product or convolution that one launch could compute together with ``product`` if ``activation`` stayed apart, although
     its result has no such activation; None if there is none, or if no launch moves an activated result, or too few of them."""
     mine, alike, plain = member_of(graph, product), [activation], list[Op]()
@@ -27,7 +28,7 @@ def plain_sibling(graph: Graph, product: Op, activation: Op) -> Op | None:
                 alike.append(after)
             else:
                 plain.append(other)
-    if sum(bytes_of(graph, one.value) for one in alike if not _moved(graph, one)) > LAUNCH_BYTES:
+    if context.counted(sum(bytes_of(graph, one.value) for one in alike if not _moved(graph, one))) > LAUNCH_BYTES:
         return None
     return plain[0] if plain and any(_moved(graph, one) for one in alike) else None
 

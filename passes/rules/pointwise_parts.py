@@ -103,7 +103,7 @@ def gated_parts(graph: Graph, op: Op, context: PassContext) -> Match | Miss | No
         return None
     if graph.sole_user(concat.value) is None:
         return Miss(f"{concat.name} is read elsewhere")
-    if bytes_of(graph, op.value) < LEAST_GATED:
+    if context.counted(bytes_of(graph, op.value)) < LEAST_GATED:
         return Miss("a copy of its few elements takes no longer than launches for its parts")
     if any(is_pointwise(user) for user in graph.users(op.value)):
         return None  # one launch computes both

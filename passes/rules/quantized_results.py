@@ -15,7 +15,7 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.unary import FakeQuantizeAttrs
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwise, operand
 from optdnn.passes.support.quantized_values import SIXTEEN_BITS, quant_params
@@ -28,7 +28,7 @@ _ROUNDED = ("int8", "uint8", *SIXTEEN_BITS)
 
 
 @rule("quantized_siblings", {"QuantizedConv", "QuantizedMatMul"})
-def quantized_siblings(graph: Graph, op: Op) -> Match | Miss | None:
+def quantized_siblings(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """Products of the same data become one product with concatenated weights, and a Split, whose parts are read in place. So do
     convolutions, unless a copy of the parts would take longer than what is saved."""
     x = operand(op)
@@ -51,7 +51,7 @@ def quantized_siblings(graph: Graph, op: Op) -> Match | Miss | None:
     if any(width % unit for width in widths):
         return Miss("its parts do not begin at multiples of 16 bytes, and would have to be copied")
     copied, saved = 2 * sum(bytes_of(graph, u.value) for u in ops), (len(ops) - 1) * (bytes_of(graph, x) + LAUNCH_BYTES)
-    if op.kind == "QuantizedConv" and copied > saved:
+    if op.kind == "QuantizedConv" and context.counted(copied) > saved:
         return Miss(f"copying the parts ({copied / 1e6:.1f} MB) would take longer than is saved ({saved / 1e6:.1f} MB)")
     arrays = [[m.weight for m in members], [m.channel for m in members]]
     name = f"{op.outputs[0].name}.siblings"
@@ -120,7 +120,7 @@ def _with_factors(member: _Sibling) -> _Sibling:
 
 
 @rule("wide_result", {"QuantizedMatMul"})
-def wide_result(graph: Graph, op: Op) -> Match | Miss | None:
+def wide_result(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A product stores fp32 if a Cast to fp32 is the only reader of its 16-bit rows.
 
     Images are not concerned: the launch that converts them also puts them in plain order."""
@@ -131,7 +131,7 @@ def wide_result(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the tensor that it adds is not fp32")
     if op.outputs[0].type.static_shape[-1] * FP32.itemsize % 16:
         return Miss("rows of fp32 do not begin at multiples of 16 bytes, and would be copied")
-    if bytes_of(graph, cast.value) > LAUNCH_BYTES:
+    if context.counted(bytes_of(graph, cast.value)) > LAUNCH_BYTES:
         return Miss("storing fp32 results of this size would take longer than a launch for the Cast")
     attrs = replace(op.attrs, output_dtype=FP32)
     return Match((cast, op), lambda patch: patch.add(op.kind, op.inputs, attrs, name=cast.outputs[0].name))

@@ -181,7 +181,7 @@ def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]
 
 
 @rule("sum_of_sums", {"Add", "Sub"})
-def sum_of_sums(graph: Graph, op: Op) -> Match | Miss | None:
+def sum_of_sums(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """``sum(a) + sum(b)`` over the same axes becomes ``sum(a + b)``: one launch instead of three (terms of a flow's density)."""
     a, b = (producer(graph, v, SUMS, alone=True) for v in op.inputs)
     if a is None or b is None or a is b or (a.kind, a.attrs) != (b.kind, b.attrs):
@@ -191,7 +191,7 @@ def sum_of_sums(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if shape is None or not is_float(op.outputs[0].type.dtype):
         return None
-    if math.prod(shape) > MOST_ELEMENTS:
+    if context.counted(math.prod(shape)) > MOST_ELEMENTS:
         return Miss(f"the sums are over tensors of {show_shape(shape)}, which would be written and read again")
 
     def build(patch: Patch) -> Value:

@@ -16,6 +16,7 @@ pytest.importorskip("benchmarks.harness", reason="an installed copy has no bench
 from support.agreement import same_boxes
 from support.sweep import sweep
 
+import optdnn
 from benchmarks.__main__ import main
 from benchmarks.harness import Job, parser_of
 from benchmarks.kinds import (
@@ -30,7 +31,7 @@ from benchmarks.kinds import (
     soak,
     speed,
 )
-from benchmarks.models import SHARED
+from benchmarks.models import SHARED, onnx_of
 from benchmarks.rows import read
 from benchmarks.workloads import Workload, parse
 
@@ -262,6 +263,13 @@ def test_rows_of_a_batch_are_compared_in_all_places(tmp_path: Path) -> None:
     found = invariance.measure(job("invariance", workload, tmp_path, "--target", "simulate", "--sizes", "1,3"))
     assert found["rows"]["heuristic"]["1"] == found["rows"]["heuristic"]["3"] == 0
     assert found["verdict"] == "right"
+
+
+def test_the_batch_axis_of_a_network_whose_outputs_have_no_shape() -> None:
+    one, two = (optdnn.build(onnx_of(Workload("trained/digits_gru", n, "fp32")), target="simulate") for n in (1, 2))
+    axes = invariance.batch_axes(one, two)
+    assert set(axes) == {spec.name for spec in (*one.inputs, *one.outputs)}
+    assert set(axes.values()) == {0}
 
 
 @pytest.mark.nvrtc

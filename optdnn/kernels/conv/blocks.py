@@ -37,13 +37,16 @@ class BlockConv(hopper_launch.HopperKernel):
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Implicit GEMM reads channels-last images in place; here a launch copies them. Without such images both need a copy."""
+        """Implicit GEMM reads channels-last images in place; here a launch copies them. Without such images both need a copy.
+        With ``row_invariant``, implicit GEMM then goes first at every batch size: it sums in another order."""
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None
         own, theirs = self.convolution(b, op), other.convolution(b, op)
         if any(feed.x.make is not None for feed in theirs.feeds):
             return None
+        if b.row_invariant:
+            return "another kernel reads its images in place"
         return costlier(
             b, op, self, other, more=sum(map(copy_seconds, own.copied)) - sum(map(copy_seconds, theirs.copied))
         )

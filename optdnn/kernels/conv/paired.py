@@ -97,7 +97,10 @@ def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:
 
 
 def faster_apart(b: Builder, together: tuple[Tactic, Op], apart: Sequence[tuple[Tactic, Op]]) -> str | None:
-    """Why two launches are better than one that multiplies their results, by the cost model; None if they are not."""
+    """Why two launches are better than one that multiplies their results, by the cost model; None if they are not. With ``row_invariant``, one
+    launch serves every batch size: it rounds once."""
+    if b.row_invariant:
+        return None
     one, two = (sum(t.configs(b, op)[0].predicted for t, op in pairs) for pairs in ((together,), apart))
     return None if one < two else f"two launches are predicted to take {two * 1e6:.1f} us, one {one * 1e6:.1f}"
 

@@ -173,7 +173,9 @@ def saved(b: Builder, op: Op) -> float:
     if tactic.refuse(b, after) is not None or tactic.defer(b, after) is not None:
         return 0.0
     problem = tactic.pair(b, after).problem
-    one = least_seconds(_offers(problem, b.gpu))
+    if b.row_invariant:  # one decision for all batch sizes, at a large one
+        problem = replace(problem, batch=MANY)
+    one = least_seconds(o for o in _offers(problem, b.gpu) if o.row_invariant or not b.row_invariant)
     return max(0.0, _apart(problem, b.gpu) - one)
 
 

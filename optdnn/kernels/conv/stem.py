@@ -81,7 +81,10 @@ class StemConv(Tactic):
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """If Hopper's own kernel after a move of the image is predicted to be faster, it goes first until both are measured."""
+        """If Hopper's own kernel after a move of the image is predicted to be faster, it goes first until both are measured.
+        With ``row_invariant``, it never does: it sums in another order."""
+        if b.row_invariant:
+            return None
         other = HopperConv()
         offers = other.configs(b, op) if other.refuse(b, op) is None else ()
         if not offers:

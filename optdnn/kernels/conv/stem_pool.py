@@ -39,8 +39,8 @@ def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations on Hopper's wgmma."""
-    return kernel_offers(sm90_cost, sm90.of(problem), gpu)
+    """The configurations on Hopper's wgmma. Those on mma.sync serve every batch size: tensor cores add in another order there."""
+    return kernel_offers(sm90_cost, sm90.of(problem), gpu, row_invariant=False)
 
 
 class PooledStem(StemConv):
@@ -72,7 +72,10 @@ class PooledStem(StemConv):
         return self._slower(b, op, pool, problem)
 
     def _slower(self, b: Builder, op: Op, pool: Op, problem: stem_pool.Problem) -> str | None:
-        """Why the cost models predict two launches to be better, or None."""
+        """Why the cost models predict two launches to be better, or None. With ``row_invariant``, one launch serves
+        every batch size."""
+        if b.row_invariant:
+            return None
         x, out = (
             unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
             for t in (op.outputs[0].type, pool.outputs[0].type)

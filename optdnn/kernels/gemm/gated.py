@@ -38,7 +38,7 @@ class GatedGemm(HopperGemm):
         shape = op.outputs[0].type.static_shape
         images = images_of(b.graph.type(ep.gate).static_shape, shape)
         rows = math.prod(shape[:-1]) // images
-        if images > 1 and rows % GATED_ROWS:
+        if (images > 1 or b.row_invariant) and rows % GATED_ROWS:
             return f"images of {rows} rows: {GATED_ROWS} neighboring rows must belong to one image"
         return refuse_order(op, self._order(b, op))
 

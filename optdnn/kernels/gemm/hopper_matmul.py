@@ -124,7 +124,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
             return "it is not a product of matrices"
         stack = out.static_shape[:-2]
         matrix = b.graph.constant_value(op.inputs[0])
-        if len(types[1].static_shape) == 2 and math.prod(stack) > 1:
+        several = math.prod(stack) > 1 or (b.row_invariant and len(stack) > 0)
+        if len(types[1].static_shape) == 2 and several:
             return "all products share one second matrix"
         one = matrix is not None and _is_one(matrix)
         if _runs(stack, [types[1].static_shape[:-2], stack if one else types[0].static_shape[:-2]]) > 2:
@@ -139,8 +140,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
         """Why a thread for each result is faster: tensor cores would need copies of both factors, and a tile for each product."""
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
         *stack, rows, depth = left
-        columns, count = right[-1], math.prod(stack)
-        if not is_thin(rows, columns, depth, count):
+        columns, count = right[-1], int(b.counted(math.prod(stack)))
+        if not is_thin(rows, columns, depth, count) or (b.row_invariant and not stack):  # the rows may be the batch
             return None
         tiles = count * -(-rows // LINE) * -(-columns // LINE)
         vector = min(rows, columns) == 1

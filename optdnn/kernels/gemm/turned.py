@@ -26,7 +26,7 @@ from optdnn.kernels.tactic import Region
 from optdnn.types import BF16, FP16, Array
 
 LEAST_ROWS = 32
-"""Least rows. Products of fewer rows have kernels of their own."""
+"""Least rows. Products of fewer rows have kernels of their own, which sum in another order."""
 VECTOR = 8
 """Pairs whose cosines, and then sines, are neighbors in memory."""
 _PARTS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Identity", "Squeeze", "Unsqueeze"})
@@ -143,7 +143,8 @@ class TurnsHeads(HopperGemm):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         shape = op.outputs[0].type.static_shape
-        if op.outputs[0].type.dtype not in (FP16, BF16) or not shape or int(np.prod(shape[:-1])) < LEAST_ROWS:
+        few = bool(shape) and int(np.prod(shape[:-1])) < LEAST_ROWS and not b.row_invariant
+        if op.outputs[0].type.dtype not in (FP16, BF16) or not shape or few:
             return f"it is for at least {LEAST_ROWS} rows of 16-bit floats"
         if isinstance(found := heads_of(b, op), str):
             return found

@@ -69,7 +69,7 @@ class _Join:
         self.rows = not (self.type.layout or self.outer or self.volume) and axis == rank - 1
         self.inner = not (self.type.layout or self.outer or self.volume or self.rows)
         self.apart = any(n % 8 for n in self.sizes[:-1])
-        self.small = math.prod(self.type.static_shape) <= copies.MOST_ELEMENTS
+        self.small = b.counted(math.prod(self.type.static_shape)) <= copies.MOST_ELEMENTS
         self.pitch = pitched(b, op)
         self.single = self.last and all(_sole_producer(b, v).kind in _REDUCED for v in self.values)
         self.pixels = self.outer and not self.type.layout and all(self._is_pixels(b, v) for v in self.values)
@@ -130,7 +130,8 @@ def _written_in_place(b: Builder, join: _Join, kernels: frozenset[str]) -> list[
         and (_is_made_in_place(b, v, kernels, join) or _makes_rows_of(b, join, v))
         for v in values
     ]
-    if join.apart and rows and math.prod(join.type.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
+    few = b.counted(math.prod(join.type.static_shape)) <= MOST_ELEMENTS
+    if join.apart and rows and few:  # one launch joins all parts
         free = [False] * len(free)
     if join.inner and free.count(False) > (0 if join.small else 1):  # one launch copies several parts
         free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
@@ -243,7 +244,7 @@ def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
             before = dict(b.reserved)
             _reserve_before(b, value)
             place = b.reserved.get(made.value)
-            many = made.kind in _NORMS | _SOFTMAXES and math.prod(t.static_shape) > FEW
+            many = made.kind in _NORMS | _SOFTMAXES and b.counted(math.prod(t.static_shape)) > FEW
             if many and place is not None and not t.layout and place.strides[-1] != 1:
                 b.reserved = before
 

@@ -74,7 +74,9 @@ class GroupNormAdd(TakesBefore, ProblemTactic):
         return None if self.configs(b, op) else "no cluster holds its images"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Without timings, the cost model decides."""
+        """Without timings, the cost model decides. With ``row_invariant``, one launch serves every batch size: it rounds once."""
+        if b.row_invariant:
+            return None
         problem = self.problem(b, op)
         alone = replace(problem, epilogue=(), residual_pitch=0)
         one, two = (min(self._seconds(p, b.gpu), default=1.0) for p in (problem, alone))

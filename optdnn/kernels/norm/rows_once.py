@@ -31,7 +31,9 @@ SHORT = tuple(1 << k for k in range(6))
 @lru_cache(maxsize=1024)
 def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The offers. The configuration sets the order of a row's sum; the best one for many rows serves every number of rows."""
-    found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
+    found = rows.candidates(problem, gpu)
+    best = rows.candidates(replace(problem, rows=4096, walk=(), period=0), gpu, limit=1)  # wherever the rows lie
+    many = [c for c in best if rows.refuse(problem, c) is None]
     return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
 
 
@@ -54,7 +56,7 @@ class RowsOnce(Tactic):
         if value in b.reserved and row_pitch(b.reserved[value]) is None:
             return "the rows of its result do not have a constant pitch"
         x = b.operand(op.inputs[0])
-        return _refuse_offset(x) if x.dense else _refuse_apart(op, x)
+        return _refuse_offset(x) if x.dense else _refuse_apart(b, op, x)
 
     def result(self, b: Builder, op: Op) -> Value:
         """The value that the launch writes in the type of its input."""
@@ -120,7 +122,7 @@ def _refuse_offset(x: TensorView) -> str | None:
     return f"its rows do not begin at multiples of {unit} elements" if x.offset % unit else None
 
 
-def _refuse_apart(op: Op, x: TensorView) -> str | None:
+def _refuse_apart(b: Builder, op: Op, x: TensorView) -> str | None:
     """Why the kernel cannot read the non-contiguous rows ``x`` in place, or None."""
     walk = walked(x)
     if walk is None:
@@ -128,7 +130,7 @@ def _refuse_apart(op: Op, x: TensorView) -> str | None:
     unit = access(x.dtype)
     if x.offset % unit or any(stride % unit for _, stride in walk):
         return "its rows do not begin at multiples of 16 bytes"
-    if "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
+    if not b.row_invariant and "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
         return "short rows that are not contiguous have a kernel of their own"
     return None
 

@@ -55,6 +55,8 @@ class ShortRows(TakesAfter):
         lanes = shape[-1] * item // ACCESS
         if shape[-1] * item % ACCESS or lanes & (lanes - 1) or not 1 <= lanes <= 32:
             return f"a power of two of lanes cannot share rows of {shape[-1]} elements"
+        if b.row_invariant:
+            return "other batch sizes may have contiguous rows, whose kernel sums in another order"
         if not 0 < math.prod(shape) < 1 << 32:
             return "no rows, or more elements than the kernel can count"
         last = self._last(b, op)[0].value

@@ -76,7 +76,7 @@ class PackedBytes(MatrixProduct):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
         if (why := refusal(b, op)) is not None:
             return why
-        if row_count(op) < LEAST_ROWS:
+        if row_count(op) < LEAST_ROWS and not b.row_invariant:
             return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}"
         if op.attrs.K > row_bytes.DEEPEST:
             return f"its rows have {op.attrs.K} elements; {row_bytes.DEEPEST} are the most"
@@ -91,8 +91,8 @@ class PackedBytes(MatrixProduct):
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Without timings, the cost model decides."""
-        return costlier(b, op, self, PackedWgmma())
+        """Without timings, the cost model decides. Rows that are rounded have other bits: with ``row_invariant``, all are."""
+        return None if b.row_invariant else costlier(b, op, self, PackedWgmma())
 
     def problem(self, b: Builder, op: Op) -> UnpackedProblem:
         return self._problem(b, op, self.rows(b, op))

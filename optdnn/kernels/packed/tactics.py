@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -11,13 +13,21 @@ from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, reside
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import PackedProduct, row_count
-from optdnn.kernels.tactic import costlier
+from optdnn.kernels.tactic import Offer, costlier
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 FIRST_ROWS = 32
 """Up to this number of rows, untuned builds prefer ``packed_mma`` to unpacked weights."""
 LEAST_ROWS = 9
 """Fewest rows of wgmma: up to eight rows fit the columns of one mma.sync."""
+
+
+@lru_cache(maxsize=4096)
+def _with_ordered(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    found = wgmma_kernel.candidates(problem, gpu)
+    if not any(c.ordered for c in found):
+        found += wgmma_kernel.candidates(problem, gpu, 1, ordered=True)
+    return tuple(Offer(c, wgmma_kernel.estimate(problem, c, gpu), c.ordered) for c in found)
 
 
 class PackedDigits(PackedProduct):
@@ -90,8 +100,13 @@ class PackedWgmma(PackedProduct):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
         if (why := super().refuse(b, op)) is not None:
             return why
-        return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}" if row_count(op) < LEAST_ROWS else None
+        few = row_count(op) < LEAST_ROWS and not b.row_invariant  # one kernel for every batch size
+        return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}" if few else None
 
     def one_order(self, config: Any) -> bool:
-        """Whether K is not shared."""
-        return bool(config.split == 1)
+        """Whether neither blocks nor teams share K."""
+        return bool(config.ordered)
+
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        """All candidates, and one of a single order if none of them is."""
+        return _with_ordered(problem, gpu)

@@ -47,6 +47,11 @@ class Config:
         """Threads of a block: the teams, and a loading warp (a whole warpgroup if registers are reallocated)."""
         return self.teams * self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether one team adds all products of a result, in the order of K."""
+        return self.split == self.teams == 1
+
     def __str__(self) -> str:
         split, teams = (f"{letter}{n}" if n > 1 else "" for letter, n in (("k", self.split), ("t", self.teams)))
         return f"packed{self.columns}x{self.rows}s{self.stages}{split}{teams}"
@@ -252,7 +257,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     return float(seconds)
 
 
-def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
-    """The configurations to time, best predicted first; among equal ones, fewer stages first."""
-    fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16, *, ordered: bool = False) -> list[Config]:
+    """The configurations to time, best predicted first; among equal ones, fewer stages first. ``ordered``: only such ones."""
+    known = (c for c in CONFIGS if c.ordered or not ordered)
+    fitting = ((estimate(problem, c, gpu), c) for c in known if refuse(problem, c) is None)
     return varied(fitting, lambda c: (c.rows, c.split, c.columns, c.teams), limit)

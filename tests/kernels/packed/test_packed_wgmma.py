@@ -42,6 +42,7 @@ def test_the_parameter_block() -> None:
 
 
 SIZES = {
+    "1 row": (Case(1, 200, 1100, zeros="uint8"), wgmma.Config(16, 3)),
     "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 3)),
     "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 3, 2)),
     "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4)),
