@@ -186,7 +186,7 @@ def _inside(graph: Graph, op: Op) -> bool:
 
 
 def _adds(graph: Graph, op: Op, shape: Shape | None) -> bool:
-    """Whether an operator adds two computed values of this shape. A constant belongs to no branch: what they merge to absorbs it."""
+    """Whether an operator adds two computed values of this shape. A constant is no branch: the merged operator absorbs it."""
     whole = all(v is not None and shape_of(graph, v) == shape for v in op.inputs)
     return op.kind in SUMS and whole and all(graph.constant_value(v) is None for v in op.inputs)
 
