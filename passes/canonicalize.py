@@ -18,6 +18,7 @@ from optdnn.passes.rules.concats import (
     stack_of_split,
     turned_parts,
 )
+from optdnn.passes.rules.cropped_convs import crop_conv, crop_transpose, pixel_of_conv
 from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, neighboring_rows, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_pads import known_pads
@@ -49,7 +50,7 @@ from optdnn.passes.rules.shape import (
 from optdnn.passes.rules.shared_transposes import shared_transpose
 from optdnn.passes.rules.transpose import sink_transpose
 from optdnn.passes.rules.unit_axes import unit_axis, unit_windows
-from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool, pixel_of_conv
+from optdnn.passes.rules.window import drop_taps, pad_conv, pad_pool
 
 
 class Canonicalize(RulePass):

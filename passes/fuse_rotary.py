@@ -28,6 +28,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.rules.rotary_parts import rotary_parts
 from optdnn.passes.rules.rotary_products import rotary_products
+from optdnn.passes.rules.rotated_norms import norm_before_rotary
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -345,5 +346,6 @@ class FuseRotary(RulePass):
         partial_rotary,
         rotary_parts,
         rotary_rows,
+        norm_before_rotary,  # when the embedding has its last form
         transpose_chain,
     )

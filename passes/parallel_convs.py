@@ -22,7 +22,7 @@ from optdnn.passes.base import Match, Miss, PassContext, rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer, shape_of
 from optdnn.passes.support.products import PlainProduct, multiplied, plain_product
-from optdnn.types import FP64, Array, is_float
+from optdnn.types import FP64, Array, Shape, is_float
 
 SUMS = frozenset({"Add", "Sub"})
 MOST_TERMS = 64
@@ -182,7 +182,13 @@ def _factorized(graph: Graph, product: PlainProduct) -> _Factorized | None:
 def _inside(graph: Graph, op: Op) -> bool:
     """Whether a sum is a term of another sum, which the rule matches with all terms."""
     user = graph.sole_user(op.value)
-    return user is not None and user.kind in SUMS and user.outputs[0].type.shape == op.outputs[0].type.shape
+    return user is not None and _adds(graph, user, op.outputs[0].type.shape)
+
+
+def _adds(graph: Graph, op: Op, shape: Shape | None) -> bool:
+    """Whether an operator adds two computed values of this shape. A constant is no branch: the merged operator absorbs it."""
+    whole = all(v is not None and shape_of(graph, v) == shape for v in op.inputs)
+    return op.kind in SUMS and whole and all(graph.constant_value(v) is None for v in op.inputs)
 
 
 def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
@@ -192,8 +198,7 @@ def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
     while left:
         term = left.pop()
         op = graph.op(term.value)
-        inside = op.kind in SUMS and all(v is not None and shape_of(graph, v) == shape for v in op.inputs)
-        inside = inside and all(graph.constant_value(v) is None for v in op.inputs)
+        inside = _adds(graph, op, shape)
         alone = op is root or graph.sole_user(term.value) is not None
         if inside and alone and len(terms) + len(left) < MOST_TERMS:
             sums.append(op)

@@ -134,12 +134,28 @@ def _window(node: NodeSpec, e: Emit) -> tuple[tuple[int, ...], Window, bool]:
 def _import_pool(attrs: type[PoolAttrs]) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         kernel, win, ceil = _window(node, e)
+        if ceil:
+            kernel = _within_input(kernel, win, e.type(needs(node, 0)[0]).dims[2:])
         window = {**vars(win), "kernel_shape": kernel, "ceil_mode": ceil}
         indices = attrs is MaxPoolAttrs and len(node.outputs) > 1 and bool(node.outputs[1])
         a = read_attrs(attrs)(replace(node, attrs={**node.attrs, **window, "indices": indices}))
         return e.op(node.op_type, node.inputs, a, outputs=1 + indices)
 
     return from_onnx
+
+
+def _within_input(kernel: tuple[int, ...], win: Window, spatial: Sequence[DimLike]) -> tuple[int, ...]:
+    """The kernel without positions behind the padded input, along axes with one window that is larger. They add nothing to it.
+
+    Rounding up allows such windows: in Hugging Face's EfficientNet, a pool as large as the number of channels is a global one.
+    """
+    rank, found = len(kernel), list(kernel)
+    for i, size in enumerate(spatial):
+        if isinstance(size, int) and win.dilations[i] == 1:
+            padded = size + win.pads[i] + win.pads[rank + i]
+            if padded > 0 and 0 < kernel[i] - padded < win.strides[i]:
+                found[i] = padded
+    return tuple(found)
 
 
 def _import_unpool(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -389,6 +389,7 @@ RULES: Mapping[str, str] = {
     "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_parts": "rotary embeddings of parts of a head merged",
+    "norm_before_rotary": "norms of heads moved before rotary embeddings",
     "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
     "sibling_gates": "products of one value that meet in arithmetic merged into one",

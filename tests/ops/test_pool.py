@@ -96,6 +96,31 @@ def test_average_pool(x: tuple[int, ...], attrs: Json, include: int) -> None:
         check_case(case)
 
 
+@pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 0, 1, 2]])
+@pytest.mark.parametrize("include", [0, 1])
+def test_windows_larger_than_the_image(pads: list[int], include: int) -> None:
+    """Rounded up, there is one window. It ends with the padded image."""
+    x = normal(2, 3, 4, 5)
+    attrs = {"kernel_shape": [2560, 2560], "strides": [2560, 2560], "pads": pads, "ceil_mode": 1}
+    case = Case("AveragePool", [x], {**attrs, "count_include_pad": include}, opset=20)
+    count = (4 + pads[0] + pads[2]) * (5 + pads[1] + pads[3]) if include else 20
+    check_case(case, [x.sum((2, 3), keepdims=True) / np.float32(count)])
+    assert import_case(case).of_kind("AveragePool")[0].attrs.kernel_shape == (4 + sum(pads[::2]), 5 + sum(pads[1::2]))
+    check_case(Case("MaxPool", [x], attrs, opset=12), [x.max((2, 3), keepdims=True)], tol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "kernel"),
+    [
+        ({"kernel_shape": [7, 3], "strides": [4, 1], "ceil_mode": 1}, (4, 3)),
+        ({"kernel_shape": [4, 2], "dilations": [2, 1], "strides": [4, 1], "ceil_mode": 1}, (4, 2)),
+    ],
+)
+def test_only_larger_windows_without_dilation_are_cut(attrs: Json, kernel: tuple[int, ...]) -> None:
+    case = Case("MaxPool", [normal(1, 1, 4, 5)], attrs, opset=12)
+    assert import_case(case).of_kind("MaxPool")[0].attrs.kernel_shape == kernel
+
+
 @pytest.mark.parametrize(("x", "attrs"), DILATED)
 @pytest.mark.parametrize("include", [0, 1])
 def test_dilated_average_pool(x: tuple[int, ...], attrs: Json, include: int) -> None:
@@ -188,6 +213,13 @@ def test_max_unpool_refuses_bad_indices_and_shapes() -> None:
         ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [2]}, "kernel_shape has 1"),
         ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [0, 2]}, "must be positive"),
         ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [5, 2]}, "does not fit"),
+        (
+            "MaxPool",
+            np.zeros((1, 1, 4, 4), np.float32),
+            {"kernel_shape": [6, 2], "strides": [2, 1], "ceil_mode": 1},
+            "does not fit",
+        ),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [2000, 2000]}, "window of"),
         ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [2, 2], "pads": [1, 1]}, "pads has 2"),
         ("MaxPool", np.zeros((1, 1, 4, 4), np.int32), {"kernel_shape": [2, 2]}, "element type is not allowed"),
         ("AveragePool", np.zeros((1, 1, 4, 4), np.int8), {"kernel_shape": [2, 2]}, "element type is not allowed"),

@@ -19,7 +19,7 @@ from optdnn.ops.resize import ResizeAttrs
 from optdnn.passes.base import Miss
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
-from optdnn.passes.rules.window import crop_conv
+from optdnn.passes.rules.cropped_convs import crop_conv
 
 CANON, ARITHMETIC = Canonicalize(), CanonicalizeArithmetic()
 
@@ -206,6 +206,34 @@ def test_crops_of_a_convolution(options: dict[str, Any], pads: tuple[int, int]) 
     graph = n.done(cropped(n, **options)[1])
     after, _ = check_pass(CANON, graph, changes=1, kinds={"Conv": 1}, rules={"crop_conv": 1})
     assert after.of_kind("Conv")[0].attrs.pads == pads
+
+
+def separable(n: Net, *, taps: int = 1, whole: bool = False, **options: Any) -> Graph:
+    """A causal depthwise convolution, a convolution of its channels (``taps``: of each result), and a part of the result."""
+    y = n.op("Conv", n.input(2, 4, 9), n.random(4, 1, 3), attrs=ConvAttrs((1,), (2, 2), (1,), 4))
+    attrs = replace(ConvAttrs((1,), (0, 0), (1,), 1), **options)
+    z = n.op("Conv", y, n.random(6, 4, taps), n.random(6), attrs=attrs)
+    z = n.op("Conv", z, n.random(2, 6, 1), attrs=ConvAttrs((1,), (0, 0), (1,), 1))
+    part = n.op("Slice", z, n.ints(0), n.ints(-2), n.ints(2))
+    return n.done(part, n.op("Relu", y)) if whole else n.done(part)
+
+
+def test_crops_of_a_separable_convolution() -> None:
+    after, _ = check_pass(CANON, separable(Net(np.float64)), changes=1, kinds={"Conv": 3}, rules={"crop_conv": 1})
+    assert [op.attrs.pads for op in after.of_kind("Conv")] == [(2, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"whole": True}, "is used 2 times"),
+        ({"taps": 3}, "would still compute what it cuts off"),
+        ({"strides": (2,)}, "would still compute what it cuts off"),
+        ({"pads": (0, 1)}, "would still compute what it cuts off"),
+    ],
+)
+def test_crops_of_a_separable_convolution_that_are_refused(options: dict[str, Any], because: str) -> None:
+    check_refused(CANON, separable(Net(np.float64), **options), because=because, rule="crop_conv")
 
 
 @pytest.mark.parametrize(

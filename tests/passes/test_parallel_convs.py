@@ -101,6 +101,23 @@ def test_scales_around_a_sum_of_branches_fold_into_it() -> None:
     check_pass(FUSE, n.done(y), changes=2, kinds={"Conv": 1, "Add": 1}, rules={MERGED: 1, "conv_scale_shift": 1})
 
 
+@pytest.mark.parametrize("shape", [(1,), (6, 1, 1), (1, 6, 1, 1)], ids=str)
+def test_a_constant_after_the_branches_becomes_their_bias(shape: tuple[int, ...]) -> None:
+    n = Net()
+    x = n.input(2, 6, 7, 7)
+    y = n.op("Add", added(n, n.conv(x, 6), n.conv(x, 6, 1, pads=0), n.bn(x)), n.random(*shape))
+    graph, _ = check_pass(FUSE, n.done(y), changes=2, kinds={"Conv": 1}, rules={MERGED: 1, "conv_scale_shift": 1})
+    assert graph.constant_value(graph.of_kind("Conv")[0].inputs[2]).shape == (6,)
+
+
+def test_the_branches_of_a_sum_that_is_broadcast() -> None:
+    """Another value of fewer dimensions is added to their sum."""
+    n = Net()
+    x = n.input(2, 6, 7, 7)
+    y = n.op("Add", added(n, n.conv(x, 6), n.conv(x, 6, 1, pads=0)), n.input(6, 1, 1, name="shift"))
+    check_pass(FUSE, n.done(y), changes=1, kinds={"Add": 1, "Conv": 1}, rules={MERGED: 1})
+
+
 def test_another_term_between_stays_a_term() -> None:
     n = Net()
     x, r = n.input(2, 6, 7, 7), n.input(2, 6, 7, 7, name="r")

@@ -48,6 +48,14 @@ def test_an_adapter_is_added_to_its_matrix(inner_bias: bool, first: bool) -> Non
     assert graph.constant_value(product.inputs[1]).shape == (8, 6)
 
 
+def test_a_bias_after_the_adapter() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 5, 8)
+    before = n.done(n.op("Add", n.op("Add", n.matmul(x, 6), adapter(n, x, 6, scale=None)), n.random(6)))
+    graph, _ = check_pass(FUSE, before, changes=1, rules={MERGED: 1})
+    assert len(graph.of_kind("MatMul")) == 1
+
+
 def test_experts_of_one_value_and_another_term() -> None:
     n = Net(np.float64)
     x, z = n.input(symbol("n"), 8), n.input(symbol("n"), 6, name="z")

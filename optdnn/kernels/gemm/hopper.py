@@ -14,7 +14,7 @@ from optdnn.kernels.builder import NOWHERE, Builder, TensorView, products, row_m
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, finish
-from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.hopper import bias_of, is_half
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied_later
@@ -182,6 +182,13 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)], parts=self.parts)
         return product_refusal(b, op) or why
+
+    def epilogue(self, b: Builder, op: Op) -> Epilogue:
+        """The stages that the launch applies, also with factors and numbers per column. Its meaning has images of one pixel, where
+        these are columns."""
+        ep = plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_numbers=is_half(op), allow_wide=True)
+        ep.constants = [c if c.size == 1 else c.reshape(-1, 1, 1) for c in ep.constants]
+        return ep
 
     def output_with_moments(self, b: Builder, op: Op) -> TensorView | None:
         """View of the output whose moments the launch can write, as images of 1 x 1; None if it cannot write moments."""

@@ -51,22 +51,31 @@ def row_pitch(x: TensorView) -> int | None:
     return None if len(walk) > 1 else sum(stride for _, stride in walk)
 
 
-def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
+def result_strides(b: Builder, *results: Value, merged: bool = False) -> tuple[int, ...] | None:
     """Strides of results of one shape: rows are padded to 16 bytes if a product reads them, so that the product needs no copy. None:
-    without gaps, or in a reserved place."""
+    without gaps, or in a reserved place. ``merged``: also rows of several axes that a Reshape merges for the product. Their parts
+    begin at any places."""
     t = b.graph.type(results[0])
-    shape = t.static_shape
-    if (
-        t.layout
-        or t.dtype.itemsize != 2
-        or not shape
-        or shape[-1] % access(t.dtype) == 0
-        or any(v in b.reserved for v in results)
-    ):
+    shape, unit = t.static_shape, access(t.dtype)
+    if t.layout or t.dtype.itemsize != 2 or not shape or any(v in b.reserved for v in results):
         return None
-    if not any(_multiplied(b.graph, v, len(shape) - 1, DEPTH) for v in results):
+    first = next((k for v in results if (k := _first_of_row(b.graph, v, merged=merged)) is not None), None)
+    if first is None or (length := math.prod(shape[first:])) % unit == 0:
         return None
-    return (*(s * up(shape[-1], access(t.dtype)) for s in row_major(shape[:-1])), 1)
+    return (*(s * up(length, unit) for s in row_major(shape[:first])), *row_major(shape[first:]))
+
+
+def _first_of_row(graph: Graph, value: Value, *, merged: bool) -> int | None:
+    """The axis from which on the elements are a row that a product reads, as they are or ``merged`` by a Reshape (patches of 14 x 14
+    pixels have 588 features); None if no product reads the value."""
+    shape = graph.type(value).static_shape
+    if _multiplied(graph, value, len(shape) - 1, DEPTH):
+        return len(shape) - 1
+    for user in graph.users(value) if merged else ():
+        after = graph.type(user.value).static_shape if user.kind == "Reshape" else ()
+        if after and _multiplied(graph, user.value, len(after) - 1, DEPTH - 1):
+            return next((k for k in range(len(shape) - 1) if math.prod(shape[k:]) == after[-1]), None)
+    return None
 
 
 def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:

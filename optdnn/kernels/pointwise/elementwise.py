@@ -42,7 +42,7 @@ class Elementwise(Tactic):
     def strides(b: Builder, op: Op) -> tuple[int, ...] | None:
         """The strides of a new buffer for the result; None for those of its type."""
         long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
-        return (result_strides(b, op.value) if long else None) or _order(b, op) or _columns(b, op)
+        return (result_strides(b, op.value, merged=True) if long else None) or _order(b, op) or _columns(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):
