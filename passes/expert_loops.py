@@ -20,7 +20,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, reshaped
 from optdnn.passes.support.rows import RowOp, copy_of, resized, row_op, rows_of
 from optdnn.passes.support.selected_matrices import ROW
 from optdnn.types import INT64, Array
@@ -138,7 +138,7 @@ class _Loop:
             shape = self.graph.type(value)
             rows = rows_of(shape, self.parts[0].chooser.outputs[0].type.dims[1])
             assert rows is not None
-            new[value] = reshaped(patch, self._repeated(patch, source), resized(shape.dims, rows, count))
+            new[value] = in_shape(patch, self._repeated(patch, source), resized(shape.dims, rows, count))
         for r in self.order:
             made = self._copied(patch, r, new, group, count)
             new[r.op.value] = made

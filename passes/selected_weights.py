@@ -44,9 +44,7 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     if read_in_place(graph, found, context) and not short:
         if times == 1:
             return Miss("one launch reads the matrices of all rows in place")
-        return Match(
-            (op, pick, *between), partial(_read_once, found=found, index=operand(pick, 1), once=once, times=times)
-        )
+        return Match((op, pick, *between), partial(_read_once, found=found, count=count, once=once, times=times))
     if context.counted(count) < many:
         return Miss(f"there are more matrices ({many}) than rows ({count})")
     if many > min(MOST, size):
@@ -65,10 +63,10 @@ def selected_weights(graph: Graph, op: Op, context: PassContext) -> Match | Miss
     return Match((op, pick, *between), build)
 
 
-def _read_once(patch: Patch, found: Selection, index: Value, once: Value, times: int) -> Value:
+def _read_once(patch: Patch, found: Selection, count: int, once: Value, times: int) -> Value:
     """Add the product of rows that select ``times`` matrices each."""
-    count, size, width, axis = found.rows, found.size, found.width, found.slot - 2
-    experts = reshaped(patch, index, (count // times, times))
+    size, width, axis = found.size, found.width, found.slot - 2
+    experts = reshaped(patch, operand(found.pick, 1), (count // times, times))
     own = patch.add("Gather", [operand(found.pick), experts], GatherAttrs(0))
     rows = reshaped(patch, once, (count // times, 1, *((size, 1) if axis == -2 else (1, size))))
     made = patch.add("MatMul", [own, rows] if axis == -2 else [rows, own], MatMulAttrs())

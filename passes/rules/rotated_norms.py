@@ -48,10 +48,10 @@ def norm_before_rotary(graph: Graph, op: Op) -> Match | Miss | None:
 def _of_one_angle(graph: Graph, cos: Value, sin: Value) -> bool:
     """Whether the squares of two values add up to one: constants to the precision of their type, or cosine and sine of a value."""
     for _ in range(_DEPTH):
-        known = graph.constant_value(cos), graph.constant_value(sin)
-        if known[0] is not None and known[1] is not None:
-            squares = sum(a.astype(np.float64) ** 2 for a in known) if known[0].shape == known[1].shape else np.zeros(1)
-            return bool(np.allclose(squares, 1.0, rtol=0, atol=4 * float(np.finfo(known[0].dtype).eps)))
+        a, b = graph.constant_value(cos), graph.constant_value(sin)
+        if a is not None and b is not None:
+            squares = a.astype(np.float64) ** 2 + b.astype(np.float64) ** 2 if a.shape == b.shape else np.zeros(1)
+            return bool(np.allclose(squares, 1.0, rtol=0, atol=4 * float(np.finfo(a.dtype).eps)))
         p, q = graph.op(cos), graph.op(sin)
         if q.kind == "Neg":  # turned the other way
             sin = operand(q)

@@ -41,7 +41,7 @@ def test_patches_are_cut_at_the_pitch_that_products_read() -> None:
     x = n.conv(n.input(2, 3, 28, 28), 16, 14, strides=14, pads=0)
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(2, 16, 4)), attrs=TransposeAttrs((0, 2, 1)))
     program = check_simulated(n.done(rows))
-    assert kinds(program) == ["JointPointwise", "Conv"]  # it casts, too
+    assert kinds(program) == ["Pointwise", "Conv"]  # it casts, too
 
 
 def outputs(graph: Graph) -> None:

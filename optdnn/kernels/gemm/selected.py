@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -166,7 +166,7 @@ class SelectedTiles(_Selected):
     def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return kernel_offers(tiles, problem, fitted(gpu))
 
-    def emit(self, b: Builder, op: Op, config: tiles.Config) -> None:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         found, stack = _stack(b, op)
         b.target(op.value)
         problem, v = self.problem(b, op), _made(b, op, found)

@@ -102,4 +102,6 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     weights = tensor_map("weights", problem.dtype, shape, (pitch,), (SPAN // 2, config.columns), SPAN)
     parameters = Parameters().tensor_map(weights).pointer("output", "x", "index")
     parameters.i32(problem.rows, problem.columns, problem.depth, problem.times, x_pitch).i64(problem.many, out_pitch)
-    return parameters.launch(recipe, "selected_sm90", grid(problem, config), config.threads, shared=config.shared_bytes)
+    return parameters.launch(
+        recipe, "selected_sm90", grid(problem, config.columns, config.parts), config.threads, shared=config.shared_bytes
+    )

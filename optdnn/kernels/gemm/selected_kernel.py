@@ -142,11 +142,11 @@ def launch(
     parameters.i64(problem.many, *steps, x_pitch, out_pitch)
     numbers = 2 * config.rows + INDICES * tile.threads + tile.threads // 32
     return parameters.generated(
-        gpu.arch, text, "selected_tiles", grid(problem, config), tile.threads, shared=tile.shared_bytes + 4 * numbers,
+        gpu.arch, text, "selected_tiles", grid(problem, config.columns, config.parts), tile.threads, shared=tile.shared_bytes + 4 * numbers,
         options=tile.options, template="selected_tiles.cu",
     )  # fmt: skip
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: Problem, columns: int, parts: int) -> tuple[int, int, int]:
     """Blocks: along columns, of each matrix, and of each part of its tiles."""
-    return (-(-problem.columns // config.columns), problem.many, config.parts)
+    return (-(-problem.columns // columns), problem.many, parts)
