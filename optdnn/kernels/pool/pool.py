@@ -92,7 +92,7 @@ def emit_pool(
         f"{load} for (int j = 0; j < {vec}; j++) {step}",
         f"const {t} value = {result};",
         apart=apart,
-        combined="acc[j] = max_nan(acc[j], other);" if op.kind == "MaxPool" else "acc[j] += other;",
+        combined=f"acc[j] = max_nan(acc[j], {t}(other));" if op.kind == "MaxPool" else "acc[j] += other;",
     )
     attrs = pool_attrs(op, x.shape)
     attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}

@@ -22,6 +22,8 @@ from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.pool import AveragePoolAttrs, LpPoolAttrs, MaxPoolAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.program import Program
 from optdnn.types import FP16, FP32
 
@@ -86,6 +88,19 @@ def test_a_warp_shares_the_taps_of_a_long_window(name: str, channels: int, tmp_p
     program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert "__shfl_xor_sync" in text_of(program)
     assert compare_steps(program, feeds_of(graph), 1e-3, tmp_path) >= 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.float16, np.float32])
+def test_a_shared_window_of_any_type_compiles(dtype: Any) -> None:
+    """The shuffle of an 8-bit integer gives an int."""
+    n = Net()
+    attrs = MaxPoolAttrs(kernel_shape=(8, 8), pads=(0,) * 4, dilations=(1, 1), strides=(8, 8))
+    program = lowered(
+        n.done(n.op("MaxPool", n.input(1, 5, 16, 16, dtype=dtype), attrs=attrs)), "fp32", target="cuda:sm_90a"
+    )
+    (kernel,) = [k for k in program.kernels if "__shfl_xor_sync" in k.generated["generated.cuh"]]
+    nvrtc.resources(recipe_of(kernel))
 
 
 def test_many_results_have_a_thread_each() -> None:
