@@ -52,7 +52,10 @@ class Part:
 @rule("expert_loops", {"Add", "ScatterND"})
 def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A sum of results of all experts, each scattered to the tokens that selected the expert."""
-    if not context.on_gpu or (found := _parts(graph, op.value)) is None or len(found) < 2:
+    if not context.on_gpu:
+        return None
+    found, bases = _parts(graph, op.value)
+    if len(found) < 2:
         return None
     first, *others = parts = sorted(found, key=lambda p: p.expert)
     tokens, times = graph.type(first.selected).dims
@@ -65,7 +68,7 @@ def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
         return None
     if graph.type(first.selected).dtype != INT64:
         return Miss(f"the numbers of experts are {graph.type(first.selected).dtype}, not int64")
-    loop = _Loop(graph, parts, tokens, times)
+    loop = _Loop(graph, parts, bases, tokens, times)
     if (why := loop.read(first.updates, [p.updates for p in others])) is not None:
         return Miss(why)
     replaced = {o.id: o for p in parts for o in (p.scatter, graph.op(p.updates))}
@@ -75,8 +78,8 @@ def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
 class _Loop:
     """The operators of the first expert, from the gathered tokens to the updates, with the constants of all experts."""
 
-    def __init__(self, graph: Graph, parts: list[Part], tokens: int, times: int) -> None:
-        self.graph, self.parts, self.tokens, self.times = graph, parts, tokens, times
+    def __init__(self, graph: Graph, parts: list[Part], bases: list[Value], tokens: int, times: int) -> None:
+        self.graph, self.parts, self.bases, self.tokens, self.times = graph, parts, bases, tokens, times
         self.order: list[RowOp] = []
         self.leaves: dict[Value, Value] = {}
         """A gather's result -> what it gathers from: tokens, or weights of the router."""
@@ -164,7 +167,10 @@ class _Loop:
         if inside is not None:  # numbers that are none of the experts' add nothing
             y = patch.add("Where", [reshaped(patch, inside, (count, 1)), y, zero(patch, patch.type(y).dtype)])
         y = reshaped(patch, y, (self.tokens, self.times, -1))
-        return patch.add("ReduceSum", [y, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+        total = patch.add("ReduceSum", [y, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+        for base in self.bases:
+            total = patch.add("Add", [total, base])
+        return total
 
     def _repeated(self, patch: Patch, source: Value) -> Value:
         """The elements of each token, once for each of its experts."""
@@ -217,35 +223,32 @@ def _chosen(patch: Patch, arrays: list[Array], group: Value) -> Value:
 # ---------------------------------------------------------------- the parts of a loop
 
 
-def _parts(graph: Graph, value: Value) -> list[Part] | None:
-    """The parts that a value is the sum of; None if it is anything else."""
-    known, found, left = graph.constant_value(value), list[Part](), [value]
+def _parts(graph: Graph, value: Value) -> tuple[list[Part], list[Value]]:
+    """The parts that a value is the sum of, and what else is added to them. There are no parts if anything else is done."""
+    found, bases, left = list[Part](), list[Value](), [value]
     while left:
         at = left.pop()
         known = graph.constant_value(at)
         if known is not None and not known.any():
             continue
         op = graph.op(at)
-        if at != value and graph.sole_user(at) is None:
-            return None
-        if op.kind == "Add":
+        alone = at == value or graph.sole_user(at) is not None
+        if op.kind == "Add" and alone:
             left += [operand(op, 0), operand(op, 1)]
-            continue
-        if op.kind not in ("ScatterND", "ScatterElements") or op.attrs.reduction not in ("none", "add"):
-            return None
-        base = graph.constant_value(operand(op))
-        if op.attrs.reduction == "add":
-            left.append(operand(op))
-        elif base is None or base.any():
-            return None
-        part = _part(graph, op)
-        if part is None:
-            return None
-        found.append(part)
-    return found
+        elif op.kind in ("ScatterND", "ScatterElements") and alone and (part := _part(graph, op)) is not None:
+            found.append(part)
+            left += [operand(op)] if op.attrs.reduction == "add" else []
+        elif graph.type(at).dims != graph.type(value).dims:
+            return [], []
+        else:
+            bases.append(at)
+    return found, bases
 
 
 def _part(graph: Graph, op: Op) -> Part | None:
+    base = graph.constant_value(operand(op))
+    if op.attrs.reduction != "add" and (op.attrs.reduction != "none" or base is None or base.any()):
+        return None
     index = operand(op, 1)
     if op.kind == "ScatterElements":
         expand = graph.op(index)

@@ -88,8 +88,8 @@ class Loop:
             weight = n.op("Gather", self.weights, pair, attrs=GatherAttrs(0))
         return columns[0], self.expert(e, taken, weight)
 
-    def graph(self, *more: Value) -> Graph:
-        n, zeros, total = self.n, self.n.const(np.zeros((TOKENS, SIZE))), None
+    def graph(self, *more: Value, base: Value | None = None) -> Graph:
+        n, zeros, total = self.n, self.n.const(np.zeros((TOKENS, SIZE))), base
         for e in range(self.many):
             column, updates = self.updates(e)
             if self.form == "dynamo":
@@ -243,3 +243,15 @@ def test_masks_of_another_shape_stay() -> None:
             return self.n.op("Reshape", mask, self.n.ints(TOKENS, TIMES))
 
     check_untouched(ExpertLoops(), Reshaped().graph(), GPU)
+
+
+@pytest.mark.parametrize("form", ["dynamo", "torchscript"])
+def test_results_are_added_to_another_tensor(form: str) -> None:
+    loop = Loop(form)
+    after, _ = check_pass(ExpertLoops(), loop.graph(base=loop.n.op("Sigmoid", loop.x)), changes=1, context=GPU)
+    assert len(list(after.of_kind("ReduceSum"))) == len(list(after.of_kind("Add"))) == 1
+
+
+def test_sums_of_another_shape_stay() -> None:
+    loop = Loop("torchscript")
+    check_untouched(ExpertLoops(), loop.graph(base=loop.n.random(2, 1, SIZE)), GPU)
