@@ -19,13 +19,18 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, reshaped
-from optdnn.passes.support.rows import RowOp, copy_of, resized, row_op, rows_of
+from optdnn.passes.support.rows import RowOp, copy_of, resized, row_op, rows_of, zero
 from optdnn.passes.support.selected_matrices import ROW
 from optdnn.types import INT64, Array
 
 _PRODUCTS = {"Gemm", "MatMul"}
+_ALIGNED = {"Clip", "FakeQuantize", "Pointwise"}
+"""Pointwise operators whose constants have one element, or one for each channel."""
+_MOVES = {*RESHAPES, "Concat", "Expand", "Identity", "Slice", "Split", "Transpose"}
+"""Operators that keep the numbers of experts, or take some of them."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,17 @@ class Part:
     expert: int
     token: int
     """The coordinate of the chooser that is the token; the other one counts the token's experts."""
+    wraps: bool
+    """Whether negative numbers count the experts from the end."""
 
 
 @rule("expert_loops", {"Add", "ScatterND"})
 def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
     """A sum of results of all experts, each scattered to the tokens that selected the expert."""
-    if not context.on_gpu or (found := _parts(graph, op.value)) is None or len(found) < 2:
+    if not context.on_gpu:
+        return None
+    found, bases = _parts(graph, op.value)
+    if len(found) < 2:
         return None
     first, *others = parts = sorted(found, key=lambda p: p.expert)
     tokens, times = graph.type(first.selected).dims
@@ -58,7 +68,7 @@ def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
         return None
     if graph.type(first.selected).dtype != INT64:
         return Miss(f"the numbers of experts are {graph.type(first.selected).dtype}, not int64")
-    loop = _Loop(graph, parts, tokens, times)
+    loop = _Loop(graph, parts, bases, tokens, times)
     if (why := loop.read(first.updates, [p.updates for p in others])) is not None:
         return Miss(why)
     replaced = {o.id: o for p in parts for o in (p.scatter, graph.op(p.updates))}
@@ -68,25 +78,26 @@ def expert_loops(graph: Graph, op: Op, context: PassContext) -> Match | Miss | N
 class _Loop:
     """The operators of the first expert, from the gathered tokens to the updates, with the constants of all experts."""
 
-    def __init__(self, graph: Graph, parts: list[Part], tokens: int, times: int) -> None:
-        self.graph, self.parts, self.tokens, self.times = graph, parts, tokens, times
+    def __init__(self, graph: Graph, parts: list[Part], bases: list[Value], tokens: int, times: int) -> None:
+        self.graph, self.parts, self.bases, self.tokens, self.times = graph, parts, bases, tokens, times
         self.order: list[RowOp] = []
         self.leaves: dict[Value, Value] = {}
         """A gather's result -> what it gathers from: tokens, or weights of the router."""
         self.constants: dict[Value, list[Array]] = {}
         """A constant of the first expert -> those of all experts, if they differ."""
-        self.seen: set[Value] = set()
+        self.seen: dict[Value, list[Value]] = {}
+        """A value of the first expert -> those of the others."""
 
     def read(self, value: Value, others: list[Value]) -> str | None:
         """Read the operators before ``value``, and compare them with those of the other experts. Returns the reason if they differ,
         or an operator does not compute each row by itself."""
-        if value in self.seen:
-            return None
         graph, op = self.graph, self.graph.op(value)
+        if value in self.seen:
+            return None if self.seen[value] == others else f"experts differ in what reads {op.name} ({op.kind})"
         same = [graph.op(v) for v in others]
         if any(o.kind != op.kind or o.attrs != op.attrs or len(o.inputs) != len(op.inputs) for o in same):
             return f"experts differ at {op.name} ({op.kind})"
-        self.seen.add(value)
+        self.seen[value] = others
         sources = [_gathered(graph, o, p) for o, p in zip((op, *same), self.parts, strict=True)]
         if sources[0] is not None:
             if len(set(sources)) > 1:
@@ -125,7 +136,7 @@ class _Loop:
                 plain = plain and GemmAttrs(transB=op.attrs.transB) == op.attrs
             if rows.ndim != 2 or size % ROW or not plain:
                 return f"no kernel selects the matrices of {op.name} ({op.kind}) in place"
-        elif rank != 2 or rows.ndim > 2 or (rows.ndim == 2 and rows.shape[0] != 1):
+        elif not _broadcasts(op, slot) or rank != 2 or rows.ndim > 2 or (rows.ndim == 2 and rows.shape[0] != 1):
             return f"constants of {op.name} ({op.kind}) are not one row for each expert"
         self.constants[value] = known
         return None
@@ -133,34 +144,37 @@ class _Loop:
     def build(self, patch: Patch) -> Value:
         count = self.tokens * self.times
         group = reshaped(patch, self.parts[0].selected, (count,))
+        inside = None
+        if not _below(self.graph, self.parts[0].selected, len(self.parts)):
+            limits = (-len(self.parts) if self.parts[0].wraps else 0, len(self.parts))
+            first, end = (patch.constant(np.array(i, np.int64)) for i in limits)
+            inside = patch.add("And", [patch.add("GreaterOrEqual", [group, first]), patch.add("Less", [group, end])])
+            group = patch.add("Where", [inside, group, zero(patch, INT64)])
         new: dict[Value, Value] = {}
         for value, source in self.leaves.items():
             shape = self.graph.type(value)
             rows = rows_of(shape, self.parts[0].chooser.outputs[0].type.dims[1])
             assert rows is not None
-            new[value] = in_shape(patch, self._repeated(patch, source), resized(shape.dims, rows, count))
+            pairs = _reads_pairs(self.graph, self.graph.op(value), self.parts[0])
+            every = source if pairs else self._repeated(patch, source)
+            new[value] = in_shape(patch, every, resized(shape.dims, rows, count))
         for r in self.order:
             made = self._copied(patch, r, new, group, count)
             new[r.op.value] = made
-        y = reshaped(patch, new[self.parts[0].updates], (self.tokens, self.times, -1))
-        return patch.add("ReduceSum", [y, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+        y = new[self.parts[0].updates]
+        if inside is not None:  # numbers that are none of the experts' add nothing
+            y = patch.add("Where", [reshaped(patch, inside, (count, 1)), y, zero(patch, patch.type(y).dtype)])
+        y = reshaped(patch, y, (self.tokens, self.times, -1))
+        total = patch.add("ReduceSum", [y, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+        for base in self.bases:
+            total = patch.add("Add", [total, base])
+        return total
 
     def _repeated(self, patch: Patch, source: Value) -> Value:
-        """What all rows read: the tokens, each once for each of its experts; or the weights: each row has its own."""
-        size = int(np.prod(self.graph.type(source).static_shape))
-        if self._has_all_rows(source):
-            return source
-        tokens = reshaped(patch, source, (self.tokens, 1, size // self.tokens))
-        shape = integers(patch, [self.tokens, self.times, size // self.tokens], "shape")
-        return patch.add("Expand", [tokens, shape])
-
-    def _has_all_rows(self, source: Value) -> bool:
-        return any(
-            self.graph.op(leaf).kind in ("Gather", "GatherND")
-            and _reads_pairs(self.graph, self.graph.op(leaf), self.parts[0])
-            for leaf, of in self.leaves.items()
-            if of == source
-        )
+        """The elements of each token, once for each of its experts."""
+        size = int(np.prod(self.graph.type(source).static_shape)) // self.tokens
+        tokens = reshaped(patch, source, (self.tokens, 1, size))
+        return patch.add("Expand", [tokens, integers(patch, [self.tokens, self.times, size], "shape")])
 
     def _copied(self, patch: Patch, r: RowOp, new: Mapping[Value, Value], group: Value, count: int) -> Value:
         op = r.op
@@ -177,9 +191,26 @@ class _Loop:
         bias = op.input(2)
         if bias is None:
             return made
-        return patch.add(
-            "Add", [made, _chosen(patch, [a.reshape(-1) for a in own[bias]], group) if bias in own else bias]
-        )
+        added = _chosen(patch, [a.reshape(-1) for a in own[bias]], group) if bias in own else new.get(bias, bias)
+        return patch.add("Add", [made, added])
+
+
+def _broadcasts(op: Op, slot: int) -> bool:
+    """Whether an operand may have a row for each row of the result."""
+    if op.kind in ("LayerNormalization", "RMSNormalization"):
+        return True
+    return (op.kind == "Gemm" and slot == 2) or (OPDEFS[op.kind].traits.pointwise and op.kind not in _ALIGNED)
+
+
+def _below(graph: Graph, value: Value, limit: int) -> bool:
+    """Whether integers are known to be places along an axis of ``limit`` elements at most."""
+    op = graph.op(value)
+    if op.kind in _MOVES:
+        return all(_below(graph, v, limit) for v in op.inputs[: None if op.kind == "Concat" else 1] if v is not None)
+    if not (op.kind in ("ArgMax", "ArgMin") or (op.kind == "TopK" and value.port == 1)):
+        return False
+    size = graph.type(operand(op)).dims[op.attrs.axis]
+    return isinstance(size, int) and size <= limit
 
 
 def _chosen(patch: Patch, arrays: list[Array], group: Value) -> Value:
@@ -190,35 +221,32 @@ def _chosen(patch: Patch, arrays: list[Array], group: Value) -> Value:
 # ---------------------------------------------------------------- the parts of a loop
 
 
-def _parts(graph: Graph, value: Value) -> list[Part] | None:
-    """The parts that a value is the sum of; None if it is anything else."""
-    known, found, left = graph.constant_value(value), list[Part](), [value]
+def _parts(graph: Graph, value: Value) -> tuple[list[Part], list[Value]]:
+    """The parts that a value is the sum of, and what else is added to them. There are no parts if anything else is done."""
+    found, bases, left = list[Part](), list[Value](), [value]
     while left:
         at = left.pop()
         known = graph.constant_value(at)
         if known is not None and not known.any():
             continue
         op = graph.op(at)
-        if at != value and graph.sole_user(at) is None:
-            return None
-        if op.kind == "Add":
+        alone = at == value or graph.sole_user(at) is not None
+        if op.kind == "Add" and alone:
             left += [operand(op, 0), operand(op, 1)]
-            continue
-        if op.kind not in ("ScatterND", "ScatterElements") or op.attrs.reduction not in ("none", "add"):
-            return None
-        base = graph.constant_value(operand(op))
-        if op.attrs.reduction == "add":
-            left.append(operand(op))
-        elif base is None or base.any():
-            return None
-        part = _part(graph, op)
-        if part is None:
-            return None
-        found.append(part)
-    return found
+        elif op.kind in ("ScatterND", "ScatterElements") and alone and (part := _part(graph, op)) is not None:
+            found.append(part)
+            left += [operand(op)] if op.attrs.reduction == "add" else []
+        elif graph.type(at).dims != graph.type(value).dims:
+            return [], []
+        else:
+            bases.append(at)
+    return found, bases
 
 
 def _part(graph: Graph, op: Op) -> Part | None:
+    base = graph.constant_value(operand(op))
+    if op.attrs.reduction != "add" and (op.attrs.reduction != "none" or base is None or base.any()):
+        return None
     index = operand(op, 1)
     if op.kind == "ScatterElements":
         expand = graph.op(index)
@@ -232,10 +260,13 @@ def _part(graph: Graph, op: Op) -> Part | None:
     found = _selection(graph, operand(chooser))
     if found is None:
         return None
-    selected, expert, first_is_token = found
+    selected, expert, first_is_token, wraps = found
+    pairs = graph.type(selected).dims
+    if graph.type(operand(chooser)).dims != (pairs if first_is_token else pairs[::-1]):
+        return None
     if (token == 0) != first_is_token or graph.type(operand(op)).dims[0] != graph.type(selected).dims[0]:
         return None
-    return Part(op, operand(op, 2), chooser, selected, expert, token)
+    return Part(op, operand(op, 2), chooser, selected, expert, token, wraps)
 
 
 def _coordinate(graph: Graph, value: Value) -> tuple[Op, int] | None:
@@ -278,8 +309,9 @@ def _column(graph: Graph, op: Op, value: Value) -> int | None:
     return taken[0] if len(taken) == 1 else None
 
 
-def _selection(graph: Graph, mask: Value) -> tuple[Value, int, bool] | None:
-    """The experts (tokens, times) that tokens select, whose mask this is, and whether the mask's first axis is tokens."""
+def _selection(graph: Graph, mask: Value) -> tuple[Value, int, bool, bool] | None:
+    """The experts (tokens, times) that tokens select, whose mask this is, whether the mask's first axis is tokens, and whether
+    negative numbers count from the end."""
     pick = _before(graph, mask, {"Cast", *RESHAPES})
     expert = ints(graph, pick.input(1)) if pick.kind == "Gather" and pick.attrs.axis == 0 else None
     turned = graph.op(operand(pick)) if expert is not None and len(expert) == 1 else None
@@ -293,11 +325,9 @@ def _selection(graph: Graph, mask: Value) -> tuple[Value, int, bool] | None:
     each = _before(graph, operand(turned), {"Cast"})
     selected = _one_hot(graph, each)
     dims = None if selected is None else graph.type(selected).dims
-    return (
-        None
-        if selected is None or dims is None or len(dims) != 2
-        else (selected, expert[0], turned.attrs.perm == (2, 0, 1))
-    )
+    if selected is None or dims is None or len(dims) != 2:
+        return None
+    return selected, expert[0], turned.attrs.perm == (2, 0, 1), each.kind == "OneHot"
 
 
 def _one_hot(graph: Graph, op: Op) -> Value | None:

@@ -12,9 +12,10 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, ScatterElementsAttrs, ScatterNDAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, OneHotAttrs, ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.sort import TopKAttrs
 from optdnn.passes.base import PassContext
@@ -63,14 +64,19 @@ class Loop:
             )
         return n.op("Mul", n.op("MatMul", y, n.random(WIDTH, SIZE)), weight)
 
+    def seen(self, mask: Value) -> Value:
+        """The mask in which the tokens are found."""
+        return mask
+
     def updates(self, e: int) -> tuple[Value, Value]:
         """The tokens of an expert, as a column, and its results."""
         n = self.n
         mask = n.op(
             "Cast", n.op("Gather", self.masks, n.const(e, np.int64), attrs=GatherAttrs(0)), attrs=CastAttrs(BOOL)
         )
-        found = n.op("Transpose", n.op("NonZero", mask), attrs=TransposeAttrs((1, 0)))
+        found = n.op("Transpose", n.op("NonZero", self.seen(mask)), attrs=TransposeAttrs((1, 0)))
         columns = [n.op("Slice", found, n.ints(p), n.ints(p + 1), n.ints(1), n.ints(1)) for p in self.places]
+        self.column = columns[0]
         if self.form == "dynamo":
             taken = n.op("GatherND", self.x, columns[0], attrs=GatherNDAttrs())
             pairs = n.op("Concat", *columns, attrs=ConcatAttrs(1))
@@ -82,8 +88,8 @@ class Loop:
             weight = n.op("Gather", self.weights, pair, attrs=GatherAttrs(0))
         return columns[0], self.expert(e, taken, weight)
 
-    def graph(self, *more: Value) -> Graph:
-        n, zeros, total = self.n, self.n.const(np.zeros((TOKENS, SIZE))), None
+    def graph(self, *more: Value, base: Value | None = None) -> Graph:
+        n, zeros, total = self.n, self.n.const(np.zeros((TOKENS, SIZE))), base
         for e in range(self.many):
             column, updates = self.updates(e)
             if self.form == "dynamo":
@@ -166,3 +172,86 @@ def test_numbers_of_other_types_are_refused() -> None:
     hot = n.op("Equal", n.op("Unsqueeze", loop.selected, n.ints(2)), n.const(np.arange(3), np.int32))
     loop.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs((2, 1, 0)))
     check_refused(ExpertLoops(), loop.graph(), because="not int64", context=GPU)
+
+
+@pytest.mark.parametrize("kind", ["Equal", "OneHot"])
+def test_numbers_of_no_expert_add_nothing(kind: str) -> None:
+    loop = Loop()
+    n = loop.n
+    away = n.const(np.resize([0, -1, 0, 4, -4, 0], (TOKENS, TIMES)), np.int64)
+    loop.selected = n.op("Add", loop.selected, away)
+    if kind == "Equal":
+        hot = n.op("Equal", n.op("Unsqueeze", loop.selected, n.ints(2)), n.const(np.arange(3), np.int64))
+    else:  # it counts negative numbers from the end
+        values = n.const([0, 1], np.int64)
+        hot = n.op("OneHot", loop.selected, n.const(3, np.int64), values, attrs=OneHotAttrs(-1))
+    loop.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs((2, 1, 0)))
+    after, _ = check_pass(ExpertLoops(), loop.graph(), changes=1, context=GPU)
+    assert len(list(after.of_kind("Where"))) == 2
+
+
+def test_numbers_of_a_wider_router_add_nothing() -> None:
+    loop = Loop(many=4)
+    n = loop.n
+    hot = n.op("Equal", n.op("Unsqueeze", loop.selected, n.ints(2)), n.const(np.arange(3), np.int64))
+    loop.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs((2, 1, 0)))
+    loop.many = 3
+    after, _ = check_pass(ExpertLoops(), loop.graph(), changes=1, context=GPU)
+    assert len(list(after.of_kind("Where"))) == 2
+
+
+def test_what_experts_slice_and_clip_by_is_one_for_all_rows() -> None:
+    class Sliced(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            n, y = self.n, super().expert(e, x, weight)
+            part = n.op("Slice", y, n.ints(e), n.ints(e + 1), n.ints(1))
+            return n.op("Mul", y, part)
+
+    class Clipped(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            y = super().expert(e, x, weight)
+            return self.n.op("Clip", y, None, self.n.const(e + 0.5))
+
+    for loop in (Sliced(), Clipped()):
+        check_refused(ExpertLoops(), loop.graph(), because="are not one row for each expert", context=GPU)
+
+
+def test_rows_that_are_added_to_products() -> None:
+    class Added(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            n = self.n
+            y = n.op("Gemm", x, n.random(SIZE, SIZE), x, attrs=GemmAttrs(transB=True))
+            return n.op("Mul", y, weight)
+
+    check_pass(ExpertLoops(), Added().graph(), changes=1, context=GPU)
+
+
+def test_weights_of_the_token_and_of_the_expert() -> None:
+    class Both(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            n, column = self.n, self.column
+            every = n.op("GatherND", self.weights, column, attrs=GatherNDAttrs())
+            total = n.op("ReduceSum", every, n.ints(1), attrs=ReduceAttrs(keepdims=False))
+            return n.op("Mul", super().expert(e, x, weight), total)
+
+    check_pass(ExpertLoops(), Both().graph(), changes=1, context=GPU)
+
+
+def test_masks_of_another_shape_stay() -> None:
+    class Reshaped(Loop):
+        def seen(self, mask: Value) -> Value:
+            return self.n.op("Reshape", mask, self.n.ints(TOKENS, TIMES))
+
+    check_untouched(ExpertLoops(), Reshaped().graph(), GPU)
+
+
+@pytest.mark.parametrize("form", ["dynamo", "torchscript"])
+def test_results_are_added_to_another_tensor(form: str) -> None:
+    loop = Loop(form)
+    after, _ = check_pass(ExpertLoops(), loop.graph(base=loop.n.op("Sigmoid", loop.x)), changes=1, context=GPU)
+    assert len(list(after.of_kind("ReduceSum"))) == len(list(after.of_kind("Add"))) == 1
+
+
+def test_sums_of_another_shape_stay() -> None:
+    loop = Loop("torchscript")
+    check_untouched(ExpertLoops(), loop.graph(base=loop.n.random(2, 1, SIZE)), GPU)
