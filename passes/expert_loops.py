@@ -213,6 +213,15 @@ def _below(graph: Graph, value: Value, limit: int) -> bool:
     return isinstance(size, int) and size <= limit
 
 
+def _distinct(graph: Graph, value: Value) -> bool:
+    """Whether no token selects an expert twice: a scatter that does not add would keep one of its results."""
+    op = graph.op(value)
+    while op.kind in RESHAPES:
+        value = operand(op)
+        op = graph.op(value)
+    return op.kind == "TopK" and value.port == 1
+
+
 def _chosen(patch: Patch, arrays: list[Array], group: Value) -> Value:
     """The array of each row's expert."""
     return patch.add("Gather", [patch.constant(np.stack(arrays), "experts"), group], GatherAttrs(0))
@@ -264,7 +273,11 @@ def _part(graph: Graph, op: Op) -> Part | None:
     pairs = graph.type(selected).dims
     if graph.type(operand(chooser)).dims != (pairs if first_is_token else pairs[::-1]):
         return None
-    if (token == 0) != first_is_token or graph.type(operand(op)).dims[0] != graph.type(selected).dims[0]:
+    if (token == 0) != first_is_token or graph.type(operand(op)).dims[0] != pairs[0]:
+        return None
+    whole = graph.type(operand(op, 2)).dims[1:] == graph.type(operand(op)).dims[1:]
+    once = op.attrs.reduction == "add" or pairs[1] == 1 or _distinct(graph, selected)
+    if not (whole and once):
         return None
     return Part(op, operand(op, 2), chooser, selected, expert, token, wraps)
 
@@ -272,18 +285,13 @@ def _part(graph: Graph, op: Op) -> Part | None:
 def _coordinate(graph: Graph, value: Value) -> tuple[Op, int] | None:
     """The NonZero of a mask of two axes, and which coordinate of its positions a vector holds."""
     column: int | None = None
-    turned = False
     for _ in range(8):
         op = graph.op(value)
-        if op.kind in RESHAPES:
-            pass
-        elif op.kind == "Transpose" and op.attrs.perm == (1, 0):
-            turned = not turned
-        elif op.kind in ("Split", "Slice", "Gather") and column is None:
+        if op.kind in ("Split", "Slice", "Gather") and column is None:
             column = _column(graph, op, value)
             if column is None:
                 return None
-        else:
+        elif op.kind not in RESHAPES and (op.kind != "Transpose" or op.attrs.perm != (1, 0)):
             rank = len(graph.type(operand(op)).dims) if op.kind == "NonZero" else 0
             return (op, column) if rank == 2 and column is not None else None
         value = operand(op)

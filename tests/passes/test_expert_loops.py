@@ -255,3 +255,30 @@ def test_results_are_added_to_another_tensor(form: str) -> None:
 def test_sums_of_another_shape_stay() -> None:
     loop = Loop("torchscript")
     check_untouched(ExpertLoops(), loop.graph(base=loop.n.random(2, 1, SIZE)), GPU)
+
+
+def test_a_number_that_may_occur_twice_is_not_scattered_without_addition() -> None:
+    """Two results of one expert for a token: the scatter keeps one of them, a sum would have both."""
+
+    class Repeated(Loop):
+        def __init__(self, form: str) -> None:
+            super().__init__(form)
+            n = self.n
+            self.selected = n.op("Abs", n.input(TOKENS, TIMES, name="numbers", dtype=np.int64))
+            hot = n.op("Equal", n.op("Unsqueeze", self.selected, n.ints(2)), n.const(np.arange(3), np.int64))
+            self.masks = n.op("Transpose", n.op("Cast", hot, attrs=CastAttrs(INT64)), attrs=TransposeAttrs((2, 1, 0)))
+
+    check_untouched(ExpertLoops(), Repeated("torchscript").graph(), GPU)
+    assert ExpertLoops()(Repeated("dynamo").graph(), GPU).changes == 1
+
+
+def test_values_that_experts_share_in_other_ways_are_refused() -> None:
+    """The first expert squares a product, another one multiplies two."""
+
+    class Squared(Loop):
+        def expert(self, e: int, x: Value, weight: Value) -> Value:
+            n = self.n
+            a, b = (n.op("MatMul", x, n.random(SIZE, SIZE)) for _ in range(2))
+            return n.op("Mul", n.op("Mul", a, a if e == 0 else b), weight)
+
+    check_refused(ExpertLoops(), Squared().graph(), because="experts differ in what reads", context=GPU)
