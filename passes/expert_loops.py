@@ -21,7 +21,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.support.expert_parts import Part, below, gathered_from, number_of_experts, parts_of, reads_pairs
-from optdnn.passes.support.facts import in_shape, integers, operand, reshaped
+from optdnn.passes.support.facts import in_shape, integers, operand, reshaped, sliced
 from optdnn.passes.support.rows import RowOp, copy_of, resized, row_op, rows_of, zero
 from optdnn.passes.support.selected_matrices import ROW
 from optdnn.types import INT64, Array
@@ -67,6 +67,8 @@ class _Loop:
         """A gather's result -> what it gathers from: tokens, or weights of the router."""
         self.constants: dict[Value, list[Array]] = {}
         """A constant of the first expert -> those of all experts, if they differ."""
+        self.products: dict[Value, Value] = {}
+        """The result of a product of the first expert -> that of all rows."""
         self.seen: dict[Value, list[Value]] = {}
         """A value of the first expert -> those of the others."""
 
@@ -126,7 +128,7 @@ class _Loop:
     def build(self, patch: Patch) -> Value:
         count = self.tokens * self.times
         group = reshaped(patch, self.parts[0].selected, (count,))
-        inside = None
+        inside, self.products = None, {}
         if not below(self.graph, self.parts[0].selected, len(self.parts)):
             limits = (-len(self.parts) if self.parts[0].wraps else 0, len(self.parts))
             first, end = (patch.constant(np.array(i, np.int64)) for i in limits)
@@ -165,16 +167,32 @@ class _Loop:
         if weight is None or weight not in own:
             taken = {v: _chosen(patch, [a.reshape(-1) for a in arrays], group) for v, arrays in own.items()}
             return copy_of(patch, r, {**new, **taken}, count).value
-        turned = op.kind == "Gemm" and op.attrs.transB
-        matrices = _chosen(patch, [a.T if turned else a for a in own[weight]], group)
-        x = new[operand(op)]
-        line = reshaped(patch, x, (count, 1, patch.type(x).static_shape[-1]))
-        made = reshaped(patch, patch.add("MatMul", [line, matrices], MatMulAttrs()), (count, -1))
-        bias = op.input(2)
+        if op.value not in self.products:
+            self._multiply(patch, new[operand(op)], operand(op), group)
+        made, bias = self.products[op.value], op.input(2)
         if bias is None:
             return made
         added = _chosen(patch, [a.reshape(-1) for a in own[bias]], group) if bias in own else new.get(bias, bias)
         return patch.add("Add", [made, added])
+
+    def _multiply(self, patch: Patch, x: Value, rows: Value, group: Value) -> None:
+        """Add one product for all products of ``rows``, whose copies are ``x``, with matrices of the experts."""
+        found = [r.op for r in self.order if r.op.kind in _PRODUCTS and operand(r.op) == rows]
+        ops = [op for op in found if op.inputs[1] in self.constants]
+        stacks = [[_matrix(op, a) for a in self.constants[operand(op, 1)]] for op in ops]
+        matrices = _chosen(patch, [np.concatenate(each, axis=1) for each in zip(*stacks, strict=True)], group)
+        count, size = patch.type(x).static_shape
+        line = patch.add("MatMul", [reshaped(patch, x, (count, 1, size)), matrices], MatMulAttrs())
+        every, begin = reshaped(patch, line, (count, -1)), 0
+        for op, own in zip(ops, stacks, strict=True):
+            end = begin + own[0].shape[1]
+            self.products[op.value] = every if len(ops) == 1 else sliced(patch, every, begin, end, 1)
+            begin = end
+
+
+def _matrix(op: Op, weight: Array) -> Array:
+    """An operand 1 of the product as (in, out)."""
+    return weight.T if op.kind == "Gemm" and op.attrs.transB else weight
 
 
 def _broadcasts(op: Op, slot: int) -> bool:
