@@ -11,16 +11,19 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.strips import contiguous
-from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, products, row_major
 from optdnn.kernels.conv.fp32_kernel import LARGEST
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm import selected_hopper_kernel as hopper
 from optdnn.kernels.gemm import selected_kernel as tiles
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.pointwise.pointwise import shared_copy
 from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore, costlier, kernel_offers
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16, FP32, Array
 
+ALIGNED = 8
+"""Rows begin at multiples of so many elements."""
 MOST = 65535
 """Most rows, or matrices: a grid has no more blocks along y."""
 
@@ -45,13 +48,10 @@ class Views:
     index: TensorView
 
     def refuse(self) -> str | None:
-        """Why no launch reads or writes them."""
-        if self.x.strides[1] != 1 or (self.out.strides[2] != 1 and self.out.shape[2] > 1):
-            return "elements of its rows or of its result lie apart"
-        rows, times, _ = self.out.shape
-        if (self.index.strides[1] != 1 and times > 1) or (self.index.strides[0] != times and rows > 1):
-            return "its indices lie apart"
-        if self.out.strides[0] != times * self.out.strides[1] and 1 not in (rows, times):
+        """Why no launch writes the result."""
+        if self.out.strides[2] != 1 and self.out.shape[2] > 1:
+            return "elements of its result lie apart"
+        if self.out.strides[0] != self.out.shape[1] * self.out.strides[1] and 1 not in self.out.shape[:2]:
             return "rows of its result lie apart"
         return None
 
@@ -108,8 +108,8 @@ class SelectedGemv(_Selected):
         x = v.x
         if v.count > MOST:
             return f"it is for up to {MOST} rows, not {v.count}"
-        if x.shape[1] % 8 or x.strides[0] % 8 or x.offset % 8:
-            return "16-byte loads need rows of a multiple of 8 elements that begin at such multiples"
+        if x.shape[1] % ALIGNED:
+            return f"16-byte loads need rows of a multiple of {ALIGNED} elements, not {x.shape[1]}"
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
@@ -127,9 +127,7 @@ class SelectedGemv(_Selected):
 
     def emit(self, b: Builder, op: Op, config: gemv.Config) -> None:
         found, stack = _stack(b, op)
-        problem = self.problem(b, op)
-        b.target(op.value)
-        v = _made(b, op, found)
+        problem, v = self.problem(b, op), _made(b, op)
         weights = _weights(b, op, stack, turned=found.slot == 1)
         launch = gemv.launch(problem, config, b.gpu, v.x.strides[0], v.pitch, stack=len(stack), times=found.times)
         self.emit_launch(b, op, launch, v, weights, weights, found.pick)
@@ -152,8 +150,8 @@ class SelectedTiles(_Selected):
             return f"it is for up to {MOST} matrices, not {len(stack)}"
         if x.shape[0] * abs(x.strides[0]) >= LARGEST:
             return "its rows have 2^31 elements or more"
-        if x.dtype != FP32 and (x.shape[1] % 8 or x.strides[0] % 8 or x.offset % 8):
-            return "16-byte loads need rows of a multiple of 8 elements that begin at such multiples"
+        if x.dtype != FP32 and x.shape[1] % ALIGNED:
+            return f"16-byte loads need rows of a multiple of {ALIGNED} elements, not {x.shape[1]}"
         return None
 
     def problem(self, b: Builder, op: Op) -> tiles.Problem:
@@ -168,8 +166,7 @@ class SelectedTiles(_Selected):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         found, stack = _stack(b, op)
-        b.target(op.value)
-        problem, v = self.problem(b, op), _made(b, op, found)
+        problem, v = self.problem(b, op), _made(b, op)
         scalar = (
             problem.dtype == "float32"
         )  # its tiles copy neighboring columns, the others neighboring elements along K
@@ -198,24 +195,31 @@ class SelectedHopper(SelectedTiles):
 
     def emit(self, b: Builder, op: Op, config: hopper.Config) -> None:
         found, stack = _stack(b, op)
-        b.target(op.value)
-        problem, v = self.problem(b, op), _made(b, op, found)
+        problem, v = self.problem(b, op), _made(b, op)
         weights = _weights(b, op, stack, turned=found.slot == 1)
         launch = hopper.launch(problem, config, b.gpu, v.x.strides[0], v.pitch)
         self.emit_launch(b, op, launch, v, weights, weights, found.pick)
 
 
 def _views(b: Builder, op: Op) -> Views:
-    """What the product reads and writes."""
+    """What the product reads and writes. Rows and indices that lie apart are copied when the views are made: they are small beside the
+    matrices."""
     found = selection(b.graph, op)
     assert found is not None
-    return _views_of(found, b.source(found.rows), b.result(op.value), b.operand(found.pick.inputs[1]))
+    x, index = b.source(found.rows), b.operand(found.pick.inputs[1])
+    row = _views_of(found, x, b.result(op.value), index).x
+    if row.strides[1] != 1 or row.strides[0] % ALIGNED or row.offset % ALIGNED:
+        x = shared_copy(b, op, x, "rows", row_major(x.shape))
+    if not index.dense:
+        index = shared_copy(b, op, index, "index", row_major(index.shape))
+    return _views_of(found, x, b.result(op.value), index)
 
 
-def _made(b: Builder, op: Op, found: Selection) -> Views:
+def _made(b: Builder, op: Op) -> Views:
     """:func:`_views`, in memory."""
-    index = b.operand(found.pick.inputs[1])
-    return _views_of(found, b.made(b.source(found.rows)), b.target(op.value), b.made(index))
+    b.target(op.value)
+    v = _views(b, op)
+    return Views(b.made(v.x), b.made(v.out), b.made(v.index))
 
 
 def _views_of(found: Selection, x: TensorView, out: TensorView, index: TensorView) -> Views:

@@ -108,12 +108,30 @@ def test_many_rows_are_multiplied_in_tiles(name: str, precision: str, monkeypatc
     [
         ({"after": "reader"}, "no matrices that indices select"),
         ({"after": "Relu", "depth": 60}, "it has stages"),
-        ({"step": 2}, "lie apart"),
         ({"depth": 60}, "multiple of 8"),
     ],
 )
 def test_refusals(options: dict[str, Any], because: str) -> None:
     check_not_taken(experts(**options), "gemv_selected", because, "SelectedProduct", precision="fp16")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_indices_that_lie_apart_are_copied(precision: str) -> None:
+    """They are few; a copy of the matrices would be large."""
+    program = check_simulated(experts(step=2), precision)
+    assert "SelectedProduct" in kinds(program)
+    assert not {"Gather", "GatherND", "MatMul"} & set(kinds(program))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_rows_that_lie_apart_are_copied(precision: str) -> None:
+    n = Net()
+    _, index = n.op("TopK", n.input(1, 8, name="scores"), n.ints(3), attrs=TopKAttrs(1, True, True), outputs=2)
+    own = n.op("Gather", n.random(8, 40, 64), n.op("Reshape", index, n.ints(3)), attrs=GatherAttrs(0))
+    some = n.op("Slice", n.op("Relu", n.input(3, 70, 1)), n.ints(3), n.ints(67), n.ints(1))
+    program = check_simulated(n.done(n.op("MatMul", own, some, attrs=MatMulAttrs())), precision)
+    assert "SelectedProduct" in kinds(program)
+    assert not {"Gather", "MatMul"} & set(kinds(program))
 
 
 def test_a_grid_has_no_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
