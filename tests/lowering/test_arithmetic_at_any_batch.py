@@ -89,6 +89,17 @@ def wide() -> onnx.ModelProto:
     )
 
 
+def experts() -> onnx.ModelProto:
+    """Rows that select two of eight matrices each."""
+    return small_model(
+        """(float[n,64] x) => (float[n,2,64] y) <int64[1] two = {2}, int64[1] one = {1}, int64[1] flat = {-1}, int64[1] last = {2},
+        int64[3] repeat = {1, 2, 1}, int64[3] column = {-1, 64, 1}, int64[3] pairs = {-1, 2, 64}> {
+        r = MatMul(x, router) v, i = TopK<axis = 1>(r, two) f = Reshape(i, flat) m = Gather(w, f)
+        a = Unsqueeze(x, one) b = Expand(a, repeat) c = Reshape(b, column) d = MatMul(m, c) y = Reshape(d, pairs) }""",
+        router=(64, 8), w=(8, 64, 64),
+    )  # fmt: skip
+
+
 NETWORKS = {
     "mlp": (small_models.mlp("n"), "fp16 bf16 fp32 tf32"),
     "attention": (small_models.attention("n"), "fp16 fp32 tf32"),
@@ -98,6 +109,7 @@ NETWORKS = {
     "recurrent": (recurrent(), "fp16 fp32"),
     "quantized": (quantized(), "fp16"),
     "weights of 4 bits": (wide(), "w4 w4a8"),
+    "experts": (experts(), "fp16 fp32"),
 }
 CASES = [(name, precision) for name, (_, precisions) in NETWORKS.items() for precision in precisions.split()]
 
@@ -127,6 +139,7 @@ def test_every_batch_size_has_one_arithmetic(name: str, precision: str) -> None:
         ("images", "fp16"),
         ("rotated heads", "fp16"),
         ("weights of 4 bits", "w4"),
+        ("experts", "fp16"),
     ],
 )
 def test_without_the_promise_the_faster_one_is_taken(name: str, precision: str) -> None:
