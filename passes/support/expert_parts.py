@@ -8,6 +8,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import RESHAPES, ints, operand
+from optdnn.types import Shape
 
 _MOVES = {*RESHAPES, "Concat", "Expand", "Identity", "Slice", "Split", "Transpose"}
 """Operators that keep the numbers of experts, or take some of them."""
@@ -29,10 +30,16 @@ class Part:
     """Whether negative numbers count the experts from the end."""
 
 
+def _dims(graph: Graph, value: Value) -> Shape:
+    """The sizes of a value; none if their number is not known."""
+    return graph.type(value).shape or ()
+
+
 def parts_of(graph: Graph, value: Value) -> tuple[list[Part], list[Value]]:
     """The parts that a value is the sum of, and what else is added to them. There are no parts if anything else is done."""
     found, bases, left = list[Part](), list[Value](), [value]
-    while left:
+    shape = graph.type(value).shape
+    while left and shape is not None:
         at = left.pop()
         known = graph.constant_value(at)
         if known is not None and not known.any():
@@ -44,7 +51,7 @@ def parts_of(graph: Graph, value: Value) -> tuple[list[Part], list[Value]]:
         elif op.kind in ("ScatterND", "ScatterElements") and alone and (part := _part(graph, op)) is not None:
             found.append(part)
             left += [operand(op)] if op.attrs.reduction == "add" else []
-        elif graph.type(at).dims != graph.type(value).dims:
+        elif graph.type(at).shape != shape:
             return [], []
         else:
             bases.append(at)
@@ -62,7 +69,7 @@ def _part(graph: Graph, op: Op) -> Part | None:
             return None
         index = operand(expand)
     at = _coordinate(graph, index)
-    if at is None or len(graph.type(operand(op)).dims) != 2:
+    if at is None or len(_dims(graph, operand(op))) != 2:
         return None
     chooser, token = at
     found = _selection(graph, operand(chooser))
@@ -72,9 +79,9 @@ def _part(graph: Graph, op: Op) -> Part | None:
     pairs = graph.type(selected).dims
     if graph.type(operand(chooser)).dims != (pairs if first_is_token else pairs[::-1]):
         return None
-    if (token == 0) != first_is_token or graph.type(operand(op)).dims[0] != pairs[0]:
+    if (token == 0) != first_is_token or _dims(graph, operand(op))[0] != pairs[0]:
         return None
-    whole = graph.type(operand(op, 2)).dims[1:] == graph.type(operand(op)).dims[1:]
+    whole = _dims(graph, operand(op, 2))[1:] == _dims(graph, operand(op))[1:]
     once = op.attrs.reduction == "add" or pairs[1] == 1 or _distinct(graph, selected)
     if not (whole and once):
         return None
@@ -91,7 +98,7 @@ def _coordinate(graph: Graph, value: Value) -> tuple[Op, int] | None:
             if column is None:
                 return None
         elif op.kind not in RESHAPES and (op.kind != "Transpose" or op.attrs.perm != (1, 0)):
-            rank = len(graph.type(operand(op)).dims) if op.kind == "NonZero" else 0
+            rank = len(_dims(graph, operand(op))) if op.kind == "NonZero" else 0
             return (op, column) if rank == 2 and column is not None else None
         value = operand(op)
     return None
@@ -99,7 +106,7 @@ def _coordinate(graph: Graph, value: Value) -> tuple[Op, int] | None:
 
 def _column(graph: Graph, op: Op, value: Value) -> int | None:
     """Which of two coordinates an operator takes from (positions, 2) or (2, positions)."""
-    dims = graph.type(operand(op)).dims
+    dims = _dims(graph, operand(op))
     axis = next((i for i, d in enumerate(dims) if d == 2), None)
     if len(dims) != 2 or axis is None:
         return None
@@ -131,7 +138,7 @@ def _selection(graph: Graph, mask: Value) -> tuple[Value, int, bool, bool] | Non
         return None
     each = _before(graph, operand(turned), {"Cast"})
     selected = _one_hot(graph, each)
-    dims = None if selected is None else graph.type(selected).dims
+    dims = None if selected is None else _dims(graph, selected)
     if selected is None or dims is None or len(dims) != 2:
         return None
     return selected, expert[0], turned.attrs.perm == (2, 0, 1), each.kind == "OneHot"
@@ -148,7 +155,7 @@ def _one_hot(graph: Graph, op: Op) -> Value | None:
         numbers, wide = graph.constant_value(op.input(1 - slot)), graph.op(operand(op, slot))
         if numbers is None or not np.array_equal(numbers.reshape(-1), np.arange(numbers.size)):
             continue
-        if wide.kind in RESHAPES and graph.type(wide.value).dims[2:] == (1,):
+        if wide.kind in RESHAPES and _dims(graph, wide.value)[2:] == (1,):
             return operand(wide)
     return None
 
@@ -173,7 +180,8 @@ def below(graph: Graph, value: Value, limit: int) -> bool:
         return all(below(graph, v, limit) for v in op.inputs[: None if op.kind == "Concat" else 1] if v is not None)
     if not (op.kind in ("ArgMax", "ArgMin") or (op.kind == "TopK" and value.port == 1)):
         return False
-    size = graph.type(operand(op)).dims[op.attrs.axis]
+    dims = _dims(graph, operand(op))
+    size = dims[op.attrs.axis] if dims else None
     return isinstance(size, int) and size <= limit
 
 
@@ -199,7 +207,7 @@ def gathered_from(graph: Graph, op: Op, part: Part) -> Value | None:
         flat = shape[0] == tokens * times if isinstance(tokens, int) and isinstance(times, int) else False
         return operand(op) if shape[:2] == (tokens, times) or flat else None
     axis = op.attrs.axis if op.kind == "Gather" else 0
-    if op.kind == "GatherND" and (op.attrs.batch_dims or graph.type(operand(op, 1)).dims[1:] != (1,)):
+    if op.kind == "GatherND" and (op.attrs.batch_dims or _dims(graph, operand(op, 1))[1:] != (1,)):
         return None
     alone = source.dims[axis] == tokens and all(d == 1 for d in source.dims[:axis])
     return operand(op) if alone and _coordinate(graph, operand(op, 1)) == (part.chooser, part.token) else None

@@ -12,7 +12,7 @@ from typing import Any
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
 from kernels.attention.test_attention_one_query import step as one_query  # type: ignore[import-not-found]
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
-from kernels.conv import test_conv_bands, test_conv_pool, test_conv_shuffle, test_narrow  # type: ignore[import-not-found]
+from kernels.conv import test_conv_pool, test_conv_shuffle, test_narrow  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.conv.test_depthwise_paired import NETS as FILTERED  # type: ignore[import-not-found]
@@ -49,6 +49,7 @@ from kernels.test_staged_pad import CASES as PADDED  # type: ignore[import-not-f
 from lowering.test_joined_launches import boxes  # type: ignore[import-not-found]
 
 from optdnn.importers.onnx import import_model
+from support.grouped_nets import grouped
 from support.net import Net
 from support.packed_cases import CASES, network
 from support.quantized_nets import FP8, NARROWED, NETS, STREAMS, QNet
@@ -256,13 +257,18 @@ def convolutions() -> Graphs:
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
+        # Fewer multiply-adds would be one product with all matrices.
+        **{
+            f"experts {precision}": (lambda: experts(rows=256, times=2, many=16, depth=256, columns=256), precision)
+            for precision in ("fp16", "fp32")
+        },
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
         "pixel shuffle behind a convolution": (test_conv_shuffle.net, "fp16"),
-        "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
-        "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
+        "bands": (lambda: grouped(128, 128, 32, size=(14, 15), residual=True), "fp16"),
+        "narrow groups": (lambda: grouped(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "few channels": (lambda: test_narrow.net(24, 24, act="SiLU", residual=True), "fp16"),
         "few channels, strided": (lambda: test_narrow.net(18, 32, strides=2), "fp16"),
-        "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
+        "bands, strided": (lambda: grouped(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
         "K shared fp16": (net(Net, lambda n: n.conv(n.input(2, 128, 90, 70), 96, 3, strides=9, bias=True)), "fp16"),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
