@@ -3,6 +3,7 @@ each token with the matrices of its few experts (``weights[experts] @ token``)."
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -82,13 +83,18 @@ class _Selected(TakesBefore, ProblemTactic):
         found = selection(graph, op)
         return [] if found is None else [found.pick]
 
-    def emit_launch(
-        self, b: Builder, op: Op, launch: Launch, views: Views, weights: TensorView, read: TensorView, pick: Op
-    ) -> None:
-        """Add the launch. ``read``: the weights as (matrices, N, K)."""
-        operands = {"x": views.x, "weights": weights, "index": views.index, "output": views.out}
-        covers = replace(op, src=op.src | pick.src)
-        b.emit(covers, launch, operands, "SelectedProduct", {}, [views.x, read, views.index], [views.out])
+    @abstractmethod
+    def launch(self, b: Builder, problem: Any, config: Any, v: Views, weights: TensorView) -> Launch:
+        """The launch. ``weights``: the stack as (matrices, N, K)."""
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        found, stack = _stack(b, op)
+        problem, v = self.problem(b, op), _made(b, op)
+        weights = _weights(b, op, stack, found.slot, along=problem.dtype != "float32")
+        launch = self.launch(b, problem, config, v, weights)
+        operands = {"x": v.x, "weights": weights, "index": v.index, "output": v.out}
+        covers = replace(op, src=op.src | found.pick.src)
+        b.emit(covers, launch, operands, "SelectedProduct", {}, [v.x, weights, v.index], [v.out])
 
 
 class SelectedGemv(_Selected):
@@ -125,12 +131,9 @@ class SelectedGemv(_Selected):
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return kernel_offers(gemv, problem, fitted(gpu))
 
-    def emit(self, b: Builder, op: Op, config: gemv.Config) -> None:
-        found, stack = _stack(b, op)
-        problem, v = self.problem(b, op), _made(b, op)
-        weights = _weights(b, op, stack, turned=found.slot == 1)
-        launch = gemv.launch(problem, config, b.gpu, v.x.strides[0], v.pitch, stack=len(stack), times=found.times)
-        self.emit_launch(b, op, launch, v, weights, weights, found.pick)
+    def launch(self, b: Builder, problem: Any, config: Any, v: Views, weights: TensorView) -> Launch:
+        many, times = weights.shape[0], v.out.shape[1]
+        return gemv.launch(problem, config, b.gpu, v.x.strides[0], v.pitch, stack=many, times=times)
 
 
 class SelectedTiles(_Selected):
@@ -164,18 +167,9 @@ class SelectedTiles(_Selected):
     def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return kernel_offers(tiles, problem, fitted(gpu))
 
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        found, stack = _stack(b, op)
-        problem, v = self.problem(b, op), _made(b, op)
-        scalar = (
-            problem.dtype == "float32"
-        )  # its tiles copy neighboring columns, the others neighboring elements along K
-        weights = _weights(b, op, stack, turned=(found.slot == 1) != scalar)
-        many, one, two = weights.strides
-        place, column = (one, two) if scalar else (two, one)
-        turned = weights.view((len(stack), problem.columns, problem.depth), (many, column, place))
-        launch = tiles.launch(problem, config, b.gpu, (many, place, column), v.x.strides[0], v.pitch)
-        self.emit_launch(b, op, launch, v, weights, turned, found.pick)
+    def launch(self, b: Builder, problem: Any, config: Any, v: Views, weights: TensorView) -> Launch:
+        many, column, place = weights.strides
+        return tiles.launch(problem, config, b.gpu, (many, place, column), v.x.strides[0], v.pitch)
 
 
 class SelectedHopper(SelectedTiles):
@@ -193,12 +187,8 @@ class SelectedHopper(SelectedTiles):
     def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return kernel_offers(hopper, problem, fitted(gpu))
 
-    def emit(self, b: Builder, op: Op, config: hopper.Config) -> None:
-        found, stack = _stack(b, op)
-        problem, v = self.problem(b, op), _made(b, op)
-        weights = _weights(b, op, stack, turned=found.slot == 1)
-        launch = hopper.launch(problem, config, b.gpu, v.x.strides[0], v.pitch)
-        self.emit_launch(b, op, launch, v, weights, weights, found.pick)
+    def launch(self, b: Builder, problem: Any, config: Any, v: Views, weights: TensorView) -> Launch:
+        return hopper.launch(problem, config, b.gpu, v.x.strides[0], v.pitch)
 
 
 def _views(b: Builder, op: Op) -> Views:
@@ -242,11 +232,13 @@ def _stack(b: Builder, op: Op) -> tuple[Selection, Array]:
     return found, stack
 
 
-def _weights(b: Builder, op: Op, stack: Array, *, turned: bool) -> TensorView:
-    """The stack as a constant, with the last two axes of its matrices exchanged if ``turned``."""
-    matrices = np.swapaxes(stack, 1, 2) if turned else stack
+def _weights(b: Builder, op: Op, stack: Array, slot: int, *, along: bool) -> TensorView:
+    """The stack as a constant, seen as (matrices, N, K). ``along``: elements along K are neighbors in memory, else columns are, which
+    tiles in true fp32 copy together."""
+    matrices = stack if (slot == 0) == along else np.swapaxes(stack, 1, 2)
     rows = b.kept.once("selected", [matrices], lambda: contiguous(matrices))
-    return b.constant(rows, f"{op.outputs[0].name}.weights")
+    placed = b.constant(rows, f"{op.outputs[0].name}.weights")
+    return placed if along else placed.permuted((0, 2, 1))
 
 
 def selection(graph: Graph, op: Op) -> Selection | None:

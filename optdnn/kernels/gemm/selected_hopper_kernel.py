@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import partial
 
-from optdnn.kernels.gemm.selected_kernel import Problem, grid, seconds, shares_tiles
+from optdnn.kernels.gemm import selected_kernel
+from optdnn.kernels.gemm.selected_kernel import PARTS, Problem, grid, ranked, seconds
 from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -26,12 +29,8 @@ LATENCY = 1.1e-6
 
 
 @dataclass(frozen=True, order=True)
-class Config:
-    """Tiles of ``rows`` rows (64 or 128) and ``columns`` columns; ``parts`` blocks share the tiles of a matrix."""
-
-    rows: int
-    columns: int
-    parts: int
+class Config(selected_kernel.Config):
+    """Tiles of 64 or 128 rows, and 64, 128 or 256 columns."""
 
     @property
     def threads(self) -> int:
@@ -60,20 +59,11 @@ class Config:
         """Shared memory of a block."""
         return BARRIER_BYTES + self.stages * (self.rows + self.columns) * SPAN + self.numbers
 
-    def __str__(self) -> str:
-        return f"selected{self.rows}x{self.columns}p{self.parts}"
-
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
-    found = [
-        Config(rows, columns, parts)
-        for rows in (64, 128)
-        for columns in (64, 128, 256)
-        for parts in (1, 2, 4, 8)
-        if shares_tiles(problem, rows, parts)
-    ]
-    return sorted(found, key=lambda c: (round(estimate(problem, c, gpu), 7), -c.parts, c))[:limit]
+    every = itertools.product((64, 128), (64, 128, 256), PARTS)
+    return ranked(problem, (Config(*each) for each in every), partial(estimate, problem, gpu=gpu))[:limit]
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
@@ -86,7 +76,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         shared = config.resident if blocks > gpu.multiprocessors else 1
         return steps * max(step * shared, LATENCY / (config.stages - 1))
 
-    return seconds(problem, gpu, (config.rows, config.columns, config.parts), slots, tile_s)
+    return seconds(problem, gpu, config, slots, tile_s)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
@@ -102,6 +92,4 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     weights = tensor_map("weights", problem.dtype, shape, (pitch,), (SPAN // 2, config.columns), SPAN)
     parameters = Parameters().tensor_map(weights).pointer("output", "x", "index")
     parameters.i32(problem.rows, problem.columns, problem.depth, problem.times, x_pitch).i64(problem.many, out_pitch)
-    return parameters.launch(
-        recipe, "selected_sm90", grid(problem, config.columns, config.parts), config.threads, shared=config.shared_bytes
-    )
+    return parameters.launch(recipe, "selected_sm90", grid(problem, config), config.threads, shared=config.shared_bytes)

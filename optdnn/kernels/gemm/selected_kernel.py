@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from optdnn.kernels.gemm.tiles import LINE, MatrixTile, Tile, Way
 from optdnn.kernels.launch import Launch, Parameters
@@ -25,6 +27,8 @@ SCALAR_RATE = 0.75
 """Fraction of the scalar units' speed that tiles in true fp32 reach."""
 UNEVEN = 2.0
 """The matrix that most rows select has so many times the rows of others."""
+PARTS = (1, 2, 4, 8)
+"""Numbers of blocks that may share the tiles of a matrix."""
 INDICES = 8
 """Indices that a thread reads at a time."""
 
@@ -62,6 +66,9 @@ class Config:
         return f"selected{self.rows}x{self.columns}p{self.parts}"
 
 
+C = TypeVar("C", bound=Config)
+
+
 def tile_of(problem: Problem, config: Config) -> Tile | MatrixTile:
     """The tile of a configuration."""
     if problem.dtype == "float32":
@@ -73,8 +80,15 @@ def tile_of(problem: Problem, config: Config) -> Tile | MatrixTile:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
     tiles = ((64, 64), (64, 128), (128, 128)) if problem.dtype == "float32" else itertools.product((64, 128), (64, 128))
-    found = [Config(*tile, parts) for tile in tiles for parts in (1, 2, 4, 8) if shares_tiles(problem, tile[0], parts)]
-    return sorted(found, key=lambda c: (round(estimate(problem, c, gpu), 7), -c.parts, c))[:limit]
+    return ranked(
+        problem, (Config(*tile, parts) for tile in tiles for parts in PARTS), partial(estimate, problem, gpu=gpu)
+    )[:limit]
+
+
+def ranked(problem: Problem, configs: Iterable[C], seconds_of: Callable[[C], float]) -> list[C]:
+    """Those of the configurations whose blocks have tiles, best predicted first; among equal ones, more blocks first."""
+    found = [c for c in configs if shares_tiles(problem, c.rows, c.parts)]
+    return sorted(found, key=lambda c: (round(seconds_of(c), 7), -c.parts, c))
 
 
 def shares_tiles(problem: Problem, rows: int, parts: int) -> bool:
@@ -93,13 +107,10 @@ def tiles_of(problem: Problem, rows: int) -> tuple[float, float]:
     return touched, max(touched, problem.rows / rows + touched / 2)
 
 
-def seconds(
-    problem: Problem, gpu: GpuFacts, tile: tuple[int, int, int], slots: int, tile_s: Callable[[float], float]
-) -> float:
-    """Predicted seconds: of reading the matrices, of all tiles, or of one block's tiles of the matrix that most rows select. ``tile``: its
-    rows and columns, and the blocks that share those of a matrix; ``slots``: blocks that run at once; ``tile_s``: the seconds of a tile
-    where so many blocks run."""
-    rows, columns, parts = tile
+def seconds(problem: Problem, gpu: GpuFacts, config: Config, slots: int, tile_s: Callable[[float], float]) -> float:
+    """Predicted seconds: of reading the matrices, of all tiles, or of one block's tiles of the matrix that most rows select. ``slots``:
+    blocks that run at once; ``tile_s``: the seconds of a tile where so many blocks run."""
+    rows, columns, parts = config.rows, config.columns, config.parts
     touched, tiles = tiles_of(problem, rows)
     across = -(-problem.columns // columns)
     blocks = across * min(tiles, touched * parts)
@@ -119,9 +130,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         tile_s = 2 * sums * problem.depth / (SCALAR_RATE * 2 * gpu.lanes * gpu.clock)
     else:
         tile_s = problem.depth * problem.item / LINE * (STEP_S + STEP_SUM_S * sums) * CLOCK / gpu.clock
-    return seconds(
-        problem, gpu, (config.rows, config.columns, config.parts), gpu.multiprocessors, lambda blocks: tile_s
-    )
+    return seconds(problem, gpu, config, gpu.multiprocessors, lambda blocks: tile_s)
 
 
 def launch(
@@ -142,11 +151,11 @@ def launch(
     parameters.i64(problem.many, *steps, x_pitch, out_pitch)
     numbers = 2 * config.rows + INDICES * tile.threads + tile.threads // 32
     return parameters.generated(
-        gpu.arch, text, "selected_tiles", grid(problem, config.columns, config.parts), tile.threads, shared=tile.shared_bytes + 4 * numbers,
+        gpu.arch, text, "selected_tiles", grid(problem, config), tile.threads, shared=tile.shared_bytes + 4 * numbers,
         options=tile.options, template="selected_tiles.cu",
     )  # fmt: skip
 
 
-def grid(problem: Problem, columns: int, parts: int) -> tuple[int, int, int]:
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks: along columns, of each matrix, and of each part of its tiles."""
-    return (-(-problem.columns // columns), problem.many, parts)
+    return (-(-problem.columns // config.columns), problem.many, config.parts)
