@@ -62,6 +62,8 @@ class _Loop:
 
     def __init__(self, graph: Graph, parts: list[Part], bases: list[Value], tokens: int, times: int) -> None:
         self.graph, self.parts, self.bases, self.tokens, self.times = graph, parts, bases, tokens, times
+        self.found = parts[0].chooser.outputs[0].type.dims[1]
+        """The number of tokens that selected the first expert, which depends on data."""
         self.order: list[RowOp] = []
         self.leaves: dict[Value, Value] = {}
         """A gather's result -> what it gathers from: tokens, or weights of the router."""
@@ -88,7 +90,7 @@ class _Loop:
                 return f"experts gather from different tensors at {op.name}"
             self.leaves[value] = sources[0]
             return None
-        found = row_op(graph, op, self.parts[0].chooser.outputs[0].type.dims[1])
+        found = row_op(graph, op, self.found)
         if found is None or len(op.outputs) > 1:
             return f"{op.name} ({op.kind}) does not compute each row from a row of a token"
         for slot, v in enumerate(op.inputs):
@@ -137,7 +139,7 @@ class _Loop:
         new: dict[Value, Value] = {}
         for value, source in self.leaves.items():
             shape = self.graph.type(value)
-            rows = rows_of(shape, self.parts[0].chooser.outputs[0].type.dims[1])
+            rows = rows_of(shape, self.found)
             assert rows is not None
             pairs = reads_pairs(self.graph, self.graph.op(value), self.parts[0])
             every = source if pairs else self._repeated(patch, source)

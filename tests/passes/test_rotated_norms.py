@@ -26,7 +26,7 @@ def known(n: Net) -> tuple[Value, Value]:
 
 
 def computed(n: Net, *, other: bool = False, scaled: bool = False) -> tuple[Value, Value]:
-    """Cosines and negated sines of an input, of which each takes one half."""
+    """Cosines and negated sines of an input: each takes one half of them."""
     angles = n.input(1, 5, 8, name="angles")
     second = n.op("Mul", angles, n.const(0.5)) if other else angles
     c, s = n.op("Cos", angles), n.op("Sin", second)
