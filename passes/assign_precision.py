@@ -52,7 +52,7 @@ from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.large_scales import large_scales
-from optdnn.passes.support.overflows import growing, larger, largest_values, overflows, ranges_seen
+from optdnn.passes.support.overflows import growing, overflows, ranges_seen
 from optdnn.passes.support.own_sums import own_sums
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -63,6 +63,7 @@ from optdnn.passes.support.rounded_constants import LARGEST, RoundedConstants
 from optdnn.passes.support.running_sums import differences
 from optdnn.passes.support.scans_in_fp32 import in_fp32
 from optdnn.passes.support.small_weights import enlarged, exponent
+from optdnn.passes.support.trial import largest_values
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
@@ -123,7 +124,7 @@ class AssignPrecision(Pass):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found, context.row_invariant)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found)
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
@@ -180,21 +181,21 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(
-    graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibration | None, row_invariant: bool
-) -> Guards:
+def _guarded(graph: Graph, plan: PrecisionPlan, log: PrecisionLog, data: Calibration | None) -> Guards:
     """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16.
 
-    ``data``: the ranges of calibration data, if there are any. With ``row_invariant``, they count instead of a run on generated
-    inputs, whose largest values grow with the batch."""
+    ``data``: the ranges of calibration data. Without them, the network is run on generated inputs."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, scaled = guards(graph), large_scales(graph)
-    largest = None if row_invariant and data is not None else largest_values(graph)
-    seen = {} if data is None else ranges_seen(graph, data)
-    log.tried = largest is not None or bool(seen)
-    known = None if largest is None and not seen else larger(largest or {}, {v: r.largest for v, r in seen.items()})
-    trial = {**own_sums(graph, known), **overflows(graph, largest or {}), **overflows(graph, {}, seen)}
+    if data is None:
+        largest = largest_values(graph)
+        log.tried, large = largest is not None, overflows(graph, largest or {})
+    else:
+        seen = ranges_seen(graph, data)
+        log.tried, large = bool(seen), overflows(graph, {}, seen)
+        largest = {v: r.largest for v, r in seen.items()} if seen else None
+    trial = {**own_sums(graph, largest), **large}
     others = {**trial, **integer_sums(graph), **growing(graph)}
     reasons = {**others, **found.reasons, **scaled.reasons}
     ops = {i: graph.op(i) for i in reasons}

@@ -63,9 +63,12 @@ class Bounds:
             self._found[value] = Bound(bound.most, min(bound.length, within))
 
 
-def magnitudes(graph: Graph) -> Bounds:
-    """The bounds of the floating-point values that have one."""
+def magnitudes(graph: Graph, feeds: Mapping[str, Array] | None = None) -> Bounds:
+    """The bounds of the floating-point values that have one. ``feeds``: arrays by input, if the bounds need hold for these only."""
     found = Bounds(graph)
+    for port in (graph.op(i) for i in graph.inputs):
+        if feeds is not None and is_float(port.outputs[0].type.dtype):
+            found.put(port.value, _constant(feeds[port.outputs[0].name]))
     for op in graph.order():
         results = (
             () if op.kind in STRUCTURAL else op.values if op.kind == "Split" else op.values[:1]
@@ -229,6 +232,16 @@ def _product(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     return None if more is None else made + more.scaled(abs(op.attrs.beta))
 
 
+def _conv(graph: Graph, op: Op, found: Bounds) -> Bound | None:
+    """Sums of a window's elements times constants."""
+    bound, weight, added = found.get(op.inputs[0]), graph.constant_value(op.inputs[1]), op.input(2)
+    more = Bound(0.0, 0.0) if added is None else found.get(added)
+    if bound is None or weight is None or more is None:
+        return None
+    sums = np.abs(weight).reshape(len(weight), -1).sum(-1, np.float64)
+    return Bound(bound.most * float(sums.max(initial=0.0)) + more.most, math.inf)
+
+
 OPERATORS: Mapping[str, Callable[[Graph, Op, Bounds], Bound | None]] = {
     **dict.fromkeys(
         (*VIEWS, "AveragePool", "DepthToSpace", "Expand", "Gather", "GatherElements", "GlobalAveragePool"), _first
@@ -237,6 +250,7 @@ OPERATORS: Mapping[str, Callable[[Graph, Op, Bounds], Bound | None]] = {
     **dict.fromkeys(("SpaceToDepth", "Split", "Tile"), _first),
     "Attention": _attention,
     "Concat": _concat,
+    "Conv": _conv,
     "Gemm": _product,
     "LayerNormalization": _norm,
     "MatMul": _product,

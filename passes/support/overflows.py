@@ -7,11 +7,8 @@ value stay fp32. They are found in three ways:
 * The state of a recurrent layer may grow with each step, for some inputs, if its activations do not bound it. The layer stays
   fp32, and so do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run
   alone, on generated inputs: if its state hardly grows, the layer may be fp16.
-* One run of the network on generated inputs shows which values are beyond 65504. The run is in NumPy and takes a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so. A network that multiplies
-  computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL`` times as many operations:
-  sums of such products over many tokens grow without a bound.
-* Calibration data, if the build has any, show which values are large on real samples, for networks of any size.
+* Calibration data, if the build has any, show which values are large on real samples.
+* Without such data, a trial run on generated inputs shows it (:mod:`optdnn.passes.support.trial`).
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
@@ -23,94 +20,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from optdnn.errors import OptdnnError
-from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.ops.base import Call, Result
-from optdnn.ops.fused import flops
 from optdnn.passes.support.guards import MASK
 from optdnn.passes.support.precision_report import FP16_LARGEST
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.types import FP32, Array
 
-TRIAL_FLOPS = 1e8
-TRIAL_ELEMENTS = 1e7
-"""A network is tried if it has at most this many operations, and at most this many elements of all results together."""
-DATA_MARGIN = 2.0
-"""Other samples than those of calibration data may have values this many times as large."""
-LONG_TRIAL = 40.0
-"""Factor on both limits for networks that multiply computed matrices by one another without a bound."""
-PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
+MARGIN = 2.0
+"""Other inputs than those that were seen may give values this many times as large."""
 FACTORS = {"Conv": 2, "ConvTranspose": 2, "GRU": 3, "Gemm": 2, "LSTM": 3, "MatMul": 2, "RNN": 3}
 """Kinds that sum up products -> how many of their first operands are factors."""
 SCALES = frozenset({"Div", "Mul"})
 """Kinds whose operands scale data."""
-PRODUCT_FLOPS = 50.0
-"""NumPy computes this many operations of a matrix product in the time of one operation of another operator. So products count less:
-networks with long convolutions, whose spectra leave fp16's range (S4, Hyena), are still tried. With the raised limits, a product's
-operations count in full."""
-NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
-"""Kinds whose cost is not known."""
-
-
-def largest_values(graph: Graph) -> Mapping[Value, float] | None:
-    """The largest finite magnitude of each fp32 value that is read, for generated inputs; None if the network is not tried."""
-    if not _is_small(graph):
-        return None
-    found: dict[Value, float] = {}
-
-    def look(op: Op, operands: list[Array | None]) -> list[Array | None]:
-        for v, a in zip(op.inputs, operands, strict=True):
-            if v is not None and a is not None and a.dtype == FP32 and v not in found:
-                found[v] = _largest(a)
-        return operands
-
-    try:
-        results = evaluate(graph, random_feeds(graph, seed=1), look)
-    except OptdnnError:  # generated numbers are not always valid: positions, lengths
-        return None
-    for i in graph.outputs:
-        (value,) = graph.op(i).inputs
-        array = results[graph.op(i).outputs[0].name]
-        if value is not None and array.dtype == FP32:
-            found[value] = _largest(array)
-    return found
-
-
-def _largest(a: Array) -> float:
-    """The largest finite magnitude."""
-    size = np.abs(a)
-    return float(np.max(size, where=np.isfinite(size), initial=0.0))
-
-
-def _is_small(graph: Graph) -> bool:
-    """Whether the network may be tried: its sizes are known, and its work is within the limits."""
-    work = elements = 0.0
-    products = graph.of_kind("MatMul", "NormalizedLinearAttention")
-    most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in products) else 1.0
-    for op in graph.ops():
-        types = [o.type for o in op.outputs]
-        if op.kind in NOT_TRIED or not all(t.is_static for t in types):
-            return False
-        if op.kind in STRUCTURAL:
-            continue
-        operands = tuple(None if v is None else graph.type(v) for v in op.inputs)
-        known = tuple(graph.known(v) for v in op.inputs)
-        call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
-        share = PRODUCT_FLOPS if op.kind in PRODUCTS and most == 1.0 else 1.0
-        work += flops(op.definition, call, Result(tuple(types))) / share
-        elements += sum(math.prod(t.static_shape) for t in types)
-        if work > TRIAL_FLOPS * most or elements > TRIAL_ELEMENTS * most:
-            return False
-    return True
-
-
-def _is_unbounded_product(graph: Graph, op: Op) -> bool:
-    """Whether both factors are computed, and neither is the result of an operator with bounded results."""
-    factors = [v for v in op.inputs[:2] if v is not None]
-    return all(graph.constant_value(v) is None and graph.op(v.op).kind not in BOUNDS for v in factors)
-
-
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
 """Activations with bounded results."""
 UNIT = frozenset({"HardSigmoid", "Sigmoid"})
@@ -206,26 +127,17 @@ def ranges_seen(graph: Graph, data: Calibration) -> dict[Value, Range]:
     return found
 
 
-def larger(a: Mapping[Value, float], b: Mapping[Value, float]) -> dict[Value, float]:
-    """The larger magnitude of each value."""
-    return {v: max(a.get(v, 0.0), b.get(v, 0.0)) for v in {**a, **b}}
-
-
 def overflows(
     graph: Graph, largest: Mapping[Value, float], seen: Mapping[Value, Range] | None = None
 ) -> dict[int, str]:
     """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range.
 
-    ``seen``: the ranges on calibration data, which count instead of ``largest``. Those of other samples may be :data:`DATA_MARGIN`
-    times as large. Their signs are known: the fill of a mask is negative there, or at least :data:`MASK`."""
+    ``seen``: the ranges on calibration data, which count instead of ``largest``. Their signs are known: the fill of a mask is
+    negative there, or at least :data:`MASK`."""
     found: dict[int, str] = {}
-    limit, source = FP16_LARGEST, "for generated inputs"
+    limit, source = FP16_LARGEST / MARGIN, "for generated inputs"
     if seen is not None:
-        largest, limit, source = (
-            {v: r.largest for v, r in seen.items()},
-            FP16_LARGEST / DATA_MARGIN,
-            "on the calibration data",
-        )
+        largest, source = {v: r.largest for v, r in seen.items()}, "on the calibration data"
     masks: set[Value] = set()
     for op in graph.order():
         if op.kind in STRUCTURAL:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import InputError
-from optdnn.passes.support import overflows
+from optdnn.passes.support import trial
 from optdnn.runtime.file.format import encode
 from optdnn.types import Array
 
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def _too_large_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 0.0)
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 0.0)
 
 
 def large(rows: int | str = 4) -> onnx.ModelProto:

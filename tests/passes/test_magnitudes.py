@@ -14,6 +14,7 @@ from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
@@ -151,3 +152,31 @@ def test_rows_of_unknown_size() -> None:
     found = magnitudes(n.done(norm, y))
     assert found.get(y) == Bound(1.0, math.inf)
     assert found.get(norm) is None
+
+
+PLAIN_CONV = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_given_inputs_bound_convolutions(bias: bool) -> None:
+    """Without the arrays there is no bound."""
+    n = Net()
+    added = (n.const(np.array([0.5, -3.0])),) if bias else ()
+    weights = np.zeros((2, 1, 1, 2), np.float32)
+    weights[0], weights[1] = [[[2.0, -1.0]]], [[[0.5, 0.5]]]
+    y: Any = n.op("Conv", n.input(1, 1, 4, 4), n.const(weights), *added, attrs=PLAIN_CONV)
+    graph = n.done(y)
+    assert magnitudes(graph).get(y) is None
+    feed = np.full((1, 1, 4, 4), -4.0, np.float32)
+    bound = magnitudes(graph, {"x": feed}).get(y)
+    assert bound is not None
+    assert bound.most == (15.0 if bias else 12.0)
+    assert np.abs(evaluate(graph, {"x": feed})[graph.op(graph.outputs[0]).outputs[0].name]).max() <= bound.most
+    feed[0, 0, 1, 1] = np.inf
+    assert magnitudes(graph, {"x": feed}).get(y) is None
+
+
+def test_computed_weights_do_not_bound_a_convolution() -> None:
+    n = Net()
+    y: Any = n.op("Conv", n.op("Tanh", n.input(1, 1, 4, 4)), n.input(2, 1, 1, 2, name="w"), attrs=PLAIN_CONV)
+    assert magnitudes(n.done(y)).get(y) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,18 @@ from support.simulated import feeds_of, lowered, simulate
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.graph import ConstantAttrs, Graph
+from optdnn.ir.graph import ConstantAttrs, Graph, Value
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
-from optdnn.passes.support import overflows
-from optdnn.passes.support.overflows import growing, largest_values
+from optdnn.passes.support import overflows, trial
+from optdnn.passes.support.overflows import growing
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration, Range
+from optdnn.passes.support.trial import largest_values
 
 GATES = {"RNN": (1, RNNAttrs), "GRU": (3, GRUAttrs), "LSTM": (4, LSTMAttrs)}
 
@@ -132,9 +134,8 @@ def data(**largest: float) -> Calibration:
     return Calibration("minmax", {}, {name: Range(-size, 1.0) for name, size in largest.items()})
 
 
-def test_values_of_calibration_data_beyond_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count for networks of any size, from half of the limit on, and only where the graph has such a value."""
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 0.0)
+def test_values_of_calibration_data_beyond_fp16() -> None:
+    """They count instead of generated inputs, from half of the limit on, and only where the graph has such a value."""
 
     def kept(plan: PrecisionPlan, precision: str = "fp16", **largest: float) -> dict[str, str]:
         log = PrecisionLog()
@@ -214,56 +215,93 @@ def test_the_fill_of_a_mask_is_no_reason(fill: float) -> None:
     assert refused(n.done(n.op("Softmax", masked))) == {}
 
 
-def test_linear_attention_is_tried_up_to_a_higher_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attention() -> Graph:
-        n = Net()
-        q, k, v = n.input(1, 64, 32), n.input(1, 32, 64), n.input(1, 64, 32)
-        scores = n.op("MatMul", q, k)
-        return n.done(n.op("MatMul", scores, v))
-
-    work = 2 * 64 * 64 * 32 * 2
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", work / 10)
-    assert largest_values(attention()) is not None
-    monkeypatch.setattr(overflows, "LONG_TRIAL", 5.0)
-    assert largest_values(attention()) is None
-
-
-def test_a_product_with_probabilities_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    n = Net()
-    graph = n.done(n.op("MatMul", n.op("Softmax", n.input(1, 64, 64)), n.input(1, 64, 32)))
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 1e3)
-    assert largest_values(graph) is None
-
-
-def test_products_are_tried_up_to_a_higher_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_products_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     def spectrum() -> Graph:
         n = Net()
-        large = n.op("MatMul", n.input(2, 16, 256), n.const(np.full((256, 256), 1e4)), name="large")
+        large = n.op("MatMul", n.input(1, 16, 256), n.const(np.full((256, 256), 1e4)), name="large")
         return n.done(n.op("Mul", large, n.const(1e-4), name="small"))
 
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 2 * 2 * 16 * 256 * 256 / 10)
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 2 * 16 * 256 * 256 / 2)
     assert refused(spectrum()).keys() == {"large", "small"}
-    monkeypatch.setattr(overflows, "PRODUCT_FLOPS", 5.0)
+    monkeypatch.setattr(trial, "PRODUCT_FLOPS", 1.0)
     assert refused(spectrum()) == {}
+
+
+def batch(*, second: int | None = None, sizes: tuple[int, ...] = (8, 32)) -> Graph:
+    """A batch of 8, squared, with a Reshape that names the batch; ``second``: the rows of another input."""
+    n = Net()
+    x = n.op("Reshape", n.input(8, 4, 8), n.const(np.array(sizes), np.int64))
+    weights = n.const(np.full((sizes[-1], 32), 1e3))
+    large = n.op("Mul", n.op("MatMul", x, weights, name="product"), 1e3, name="large")
+    if second is not None:
+        large = n.op("Add", large, n.input(second, 32, name="y"), name="sum")
+    return n.done(n.op("Mul", large, 1e-6))
+
+
+def test_a_batch_that_is_too_much_work_is_tried_by_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = refused(batch()).keys()
+    assert "large" in expected
+    work = 2 * 8 * 32 * 32 / trial.PRODUCT_FLOPS
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", work / 3)
+    whole = batch()
+    assert refused(whole).keys() == expected
+    assert whole.type(whole.op(whole.inputs[0]).value).dims == (8, 4, 8), "the network keeps its types"
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", work / 20)
+    assert largest_values(batch()) is None, "one row is too much, too"
+
+
+def test_rows_that_cannot_be_run_alone_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, turned = batch(second=1), batch(sizes=(4, 64))
+    assert largest_values(mixed) is not None
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 2 * 8 * 32 * 32 / trial.PRODUCT_FLOPS)
+    assert largest_values(mixed) is None, "inputs of 8 rows and of 1"
+    assert largest_values(turned) is None, "one row of the batch has 32 numbers, its Reshape wants 4 x 64"
+
+
+def test_values_with_a_proven_bound_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what they are computed from, unless another value needs it."""
+
+    def known(*outputs: str) -> Mapping[Value, float] | None:
+        n = Net()
+        x = n.input(4, 32)
+        norm = n.op("LayerNormalization", x, n.const(np.ones(32)), attrs=LayerNormAttrs(), name="norm")
+        made = {"product": n.op("MatMul", norm, n.random(32, 8)), "exp": n.op("Exp", norm)}
+        return largest_values(n.done(*(made[name] for name in outputs)))
+
+    assert known("product", "exp") is not None
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 1.0)
+    assert known("product", "exp") is None
+    assert (found := known("product")) is not None
+    assert max(found.values()) < 1e3
+
+
+def test_generated_inputs_have_a_margin() -> None:
+    def reaches(size: float) -> Graph:
+        n = Net()
+        x = n.op("Mul", n.op("Tanh", n.op("Mul", n.input(4, 64), 100.0)), size, name="large")
+        return n.done(n.op("Mul", x, 1e-4, name="small"))
+
+    assert refused(reaches(33000.0)).keys() == {"large", "small"}
+    assert refused(reaches(32000.0)) == {}
 
 
 def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(powers()) is not None
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 10.0)
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 10.0)
     assert largest_values(powers()) is None
     log = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", precision_log=log))
     assert log.tried is False
     assert log.refused == {}
     monkeypatch.undo()
-    monkeypatch.setattr(overflows, "TRIAL_ELEMENTS", 10.0)
+    monkeypatch.setattr(trial, "TRIAL_ELEMENTS", 10.0)
     assert largest_values(powers()) is None
     monkeypatch.undo()
     n = Net()
     assert largest_values(n.done(n.op("Relu", n.input(symbol("n"), 4)))) is None, "its sizes are not known"
     n = Net()
     index = n.input(2, name="index", dtype=np.int64)
-    graph = n.done(n.op("Gather", n.input(1, 4), index))  # 1 is out of range
+    graph = n.done(n.op("Exp", n.op("Gather", n.input(1, 4), index)))  # 1 is out of range
     assert largest_values(graph) is None, "made-up inputs are not valid"
 
 

@@ -12,9 +12,9 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
-from optdnn.passes.support.overflows import largest_values
 from optdnn.passes.support.own_sums import MARGIN, own_sums
 from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.trial import largest_values
 from optdnn.types import FP16, FP32
 
 HEAD = """<ir_version: 9, opset_import: ["": 17]>
