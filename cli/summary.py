@@ -154,6 +154,11 @@ def _precisions(engine: Any) -> None:
         stdout.print(line)
     if len(lines) > SHOWN:
         stdout.print(f"… and {len(lines) - SHOWN} more: optdnn inspect, or --json")
+    if told.get("fp16_tried") is False:
+        remark(
+            "no trial run of fp16: the network is too large, or its inputs cannot be made up. Values beyond 65504 would become "
+            "infinite: give --calib DATA, or check with optdnn compare"
+        )
 
 
 def _nodes(row: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import pytest
 from support.cli import Cli
 
 import optdnn
+from optdnn.passes.support import trial
 
 
 def test_build_and_run_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
@@ -24,6 +25,20 @@ def test_build_and_run_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
     done = cli("run", out, "--output", tmp_path / "y.npz")
     assert done.code == 0, done.err
     assert all(np.isfinite(a).all() for a in np.load(tmp_path / "y.npz").values())
+
+
+def test_a_build_says_if_it_did_not_look_for_numbers_beyond_fp16(
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = optdnn.build(model, target="reference").inputs[0]
+    dims = "x".join(str(d) if isinstance(d, int) else "2" for d in shape.shape)
+    options = ("--target", "simulate", "--precision", "fp16", "--shape", f"{shape.name}={dims}")
+    assert "trial run" not in cli("build", model, *options).err
+    monkeypatch.setattr(trial, "MARGIN", 1e9)  # nothing is proven
+    monkeypatch.setattr(trial, "TRIAL_FLOPS", 1.0)
+    built = cli("build", model, *options)
+    assert built.code == 0
+    assert "trial run" in built.err
 
 
 def test_an_engine_for_another_machine_runs_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
