@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.rules.input_sizes import can_read, can_reshape, reshaped_to, sizes
+from optdnn.passes.support.constant_rows import constant_rows
 from optdnn.passes.support.facts import scalar, with_rank
 from optdnn.passes.support.views import groups
 from optdnn.types import FP64, Array, DType, Shape
@@ -20,6 +23,10 @@ HIDDEN = -1e9
 """Mask elements up to this hide a score: after the softmax its weight is 0, unless all scores of the query are as small."""
 HIDDEN_TWICE = -1e4
 """The same if the weights are masked again after the softmax (NeMo): the hidden scores could only change the sum of the weights."""
+LARGEST = 1 << 28
+"""At most this many elements of a mask are looked at: those of 16,384 tokens."""
+BLOCK = 1 << 22
+"""About this many at a time."""
 _ABSORBS = -1e30
 """A score that is added to a number up to this vanishes in the rounding, even in float64."""
 
@@ -132,20 +139,78 @@ def rounded(array: Array, dtype: DType) -> Array:
     return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
 
 
-def window(array: Array, rows: DimLike, keys: DimLike) -> tuple[bool, int, int] | None:
-    """Attention's attributes for a constant mask: (``is_causal``, ``left_window_size``, ``right_window_size``).
+Sight = tuple[bool, int, int]
+"""Attention's attributes for a mask: ``is_causal``, ``left_window_size``, ``right_window_size``."""
+
+
+def window(array: Array, rows: DimLike, keys: DimLike) -> Sight | None:
+    """Attention's attributes for a constant mask.
 
     None if they cannot express the mask, or if some query does not see its own position.
     """
     if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
         return None
-    shown = array == 0
-    distance = np.arange(rows)[:, None] - np.arange(rows)
-    seen = shown.reshape(-1, rows, rows)[0]
-    if not seen.diagonal().all() or not (shown | (array <= HIDDEN)).all():
+    return _sight([(0, array)], rows)
+
+
+def window_of_large(graph: Graph, biases: Sequence[Bias], rows: DimLike, keys: DimLike) -> Sight | None:
+    """The same for one mask for all heads and items, as the sum of biases that are too large to be constants.
+
+    Their rows are computed from constants, some at a time."""
+    if not biases or rows != keys or not isinstance(rows, int) or not 2 <= rows * rows <= LARGEST:
         return None
-    left, right = int(distance[seen].max()), int(-distance[seen].min())
-    if (shown != ((distance <= left) & (-distance <= right))).any():
+    seen = _SIGHTS.setdefault(graph, {})
+    key = (tuple(biases), rows)
+    if key not in seen:
+        seen[key] = _sight(_blocks(graph, biases, rows), rows)
+    return seen[key]
+
+
+_SIGHTS: WeakKeyDictionary[Graph, dict[tuple[Sequence[Bias], int], Sight | None]] = WeakKeyDictionary()
+"""What was found: all layers of a network have the same mask."""
+
+
+def _blocks(graph: Graph, biases: Sequence[Bias], rows: int) -> Iterator[tuple[int, Array | None]]:
+    """The first row and the rows of each part of a mask; None for rows that are not known."""
+    step = max(1, BLOCK // rows)
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        parts = [_rows_of(graph, bias, first, stop) for bias in biases]
+        known = [p for p in parts if p is not None]
+        yield first, np.broadcast_to(sum(known), (stop - first, rows)) if len(known) == len(parts) else None
+
+
+def _rows_of(graph: Graph, bias: Bias, first: int, stop: int) -> Array | None:
+    """Some rows of what a bias adds to all scores; None if they are not known, or differ between heads or items."""
+    array = np.full((), -np.inf) if bias.certain else constant_rows(graph, bias.value, first, stop)
+    if array is None:
+        return None
+    array = array.astype(FP64) * bias.factor
+    if bias.condition is not None:
+        condition = constant_rows(graph, bias.condition, first, stop)
+        if condition is None:
+            return None
+        array = np.where(condition == bias.keeps, 0.0, array)
+    return array.reshape(array.shape[-2:]) if math.prod(array.shape[:-2]) == 1 else None
+
+
+def _sight(blocks: Iterable[tuple[int, Array | None]], rows: int) -> Sight | None:
+    """``blocks``: a mask's first row and rows, from the first block to the last one; None for rows that are not known."""
+    left = right = 0
+    counts: Array | int = 0
+    for first, block in blocks:
+        if block is None:
+            return None
+        shown = (block == 0).reshape(-1, *block.shape[-2:])
+        own = np.arange(first, first + shown.shape[1])
+        if not (shown | (block <= HIDDEN).reshape(shown.shape)).all() or not shown[:, own - first, own].all():
+            return None
+        left = max(left, int((own - shown.argmax(-1)).max()))
+        right = max(right, int((rows - 1 - shown[..., ::-1].argmax(-1) - own).max()))
+        counts = counts + shown.sum((-2, -1))
+    at = np.arange(rows)
+    within = (np.minimum(at + right, rows - 1) - np.maximum(at - left, 0) + 1).sum()
+    if (counts != within).any():  # what is shown lies within the window
         return None
     return right == 0, -1 if left == rows - 1 else left, -1 if right in (0, rows - 1) else right
 
