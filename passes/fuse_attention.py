@@ -43,7 +43,7 @@ from optdnn.passes.rules.ordered_heads import ordered_heads, ordered_results
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.rules.summed_attention import summed_attention
 from optdnn.passes.rules.turned_features import turned_features
-from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window, window_of_large
+from optdnn.passes.support.attention_mask import added, known_mask, refuse, rounded
 from optdnn.passes.support.attention_scores import Scores, find_scores, has_stages, row_groups, scaled_view, unscaled
 from optdnn.passes.support.attention_sinks import drops_last, find_sinks, per_head, sinks_operand
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
@@ -66,7 +66,7 @@ class AttentionParts:
     lead: Shape
     attrs: AttentionAttrs
     constant: Array | None = field(compare=False)
-    """The sum of all biases, if they are constant and ``attrs`` does not express them; else None."""
+    """The sum of all biases that ``attrs`` does not express, if they are constant; else None."""
     known: bool
     """Whether all biases are constant."""
 
@@ -274,14 +274,12 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
         reason = refuse(graph, bias, lead, columns, t.dtype)
         if reason is not None:
             return Miss(reason)
-    constant = constant_sum(graph, scores.biases, lead)
-    sight = window_of_large(graph, scores.biases, rows, keys) if constant is None else window(constant, rows, keys)
-    causal, before, after = sight or (False, -1, -1)
+    mask = known_mask(graph, scores.biases, lead, rows, keys)
+    causal, before, after = (mask.sight if mask is not None else None) or (False, -1, -1)
     written = _written(scale, q.shape[3])
     attrs = AttentionAttrs(written, causal, scores.softcap, left_window_size=before, right_window_size=after)
-    known = constant is not None or sight is not None or not scores.biases
-    says_more = constant is not None and constant.any() and sight is None
-    return AttentionParts(q, k, v, lead, attrs, constant if says_more else None, known)
+    known = mask is not None or not scores.biases
+    return AttentionParts(q, k, v, lead, attrs, None if mask is None else mask.rest, known)
 
 
 def _written(scale: float, size: DimLike) -> float | None:

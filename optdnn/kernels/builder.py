@@ -167,7 +167,7 @@ class Builder:
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, TensorView] = field(default_factory=dict)
-    copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
+    copies: dict[tuple[TensorView, DType, tuple[int, ...]], TensorView] = field(default_factory=dict)
     """View, and the strides of its copy (or a key of its tactic's) -> the copy, for all operators that read it."""
     flattened: dict[TensorView, TensorView] = field(default_factory=dict)
     """View -> its copy without gaps that a Reshape needed, for all Reshapes of the view."""

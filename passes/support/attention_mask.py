@@ -23,6 +23,8 @@ HIDDEN = -1e9
 """Mask elements up to this hide a score: after the softmax its weight is 0, unless all scores of the query are as small."""
 HIDDEN_TWICE = -1e4
 """The same if the weights are masked again after the softmax (NeMo): the hidden scores could only change the sum of the weights."""
+MOST_SHOWN = 1e4
+"""Numbers up to this hide nothing, and show nothing that :data:`HIDDEN` hides."""
 LARGEST = 1 << 28
 """At most this many elements of a mask are looked at: those of 16,384 tokens."""
 BLOCK = 1 << 22
@@ -141,6 +143,41 @@ def rounded(array: Array, dtype: DType) -> Array:
 
 Sight = tuple[bool, int, int]
 """Attention's attributes for a mask: ``is_causal``, ``left_window_size``, ``right_window_size``."""
+
+
+@dataclass(frozen=True)
+class KnownMask:
+    """A constant mask: what attributes express, and the rest in float64, if it says more."""
+
+    sight: Sight | None
+    rest: Array | None
+
+
+def known_mask(graph: Graph, biases: Sequence[Bias], lead: Shape, rows: DimLike, keys: DimLike) -> KnownMask | None:
+    """The sum of all biases for (B, H, rows, keys); None if it is not constant or there is none.
+
+    If one of them hides what attributes express (a causal mask), only the others remain (ALiBi: a number for each key)."""
+    total = constant_sum(graph, biases, lead)
+    if total is None and (sight := window_of_large(graph, biases, rows, keys)) is not None:
+        return KnownMask(sight, None)
+    if total is not None and (sight := window(total, rows, keys)) is not None:
+        return KnownMask(sight, None)
+    for i, bias in enumerate(biases):
+        rest = constant_sum(graph, [*biases[:i], *biases[i + 1 :]], lead)
+        if rest is None or not (np.abs(rest) <= MOST_SHOWN).all():
+            continue
+        alone = constant_sum(graph, [bias], lead)
+        sight = window_of_large(graph, [bias], rows, keys) if alone is None else window(alone, rows, keys)
+        if sight is not None:
+            return KnownMask(sight, rest)
+    if total is None:
+        return None
+    hidden = total <= HIDDEN
+    if (np.abs(total[~hidden]) <= MOST_SHOWN).all():
+        sight = window(np.where(hidden, total, 0.0), rows, keys)
+        if sight is not None:
+            return KnownMask(sight, np.where(hidden, 0.0, total))
+    return KnownMask(None, total if total.any() else None)
 
 
 def window(array: Array, rows: DimLike, keys: DimLike) -> Sight | None:

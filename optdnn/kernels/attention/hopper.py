@@ -33,7 +33,7 @@ from optdnn.kernels.attention.operands import (
 )
 from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, rows_of_vectors, unmade, up
-from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import copied, copy, emit_pointwise, shared, shared_copy
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, TakesAfter, best_first, least_seconds
@@ -163,7 +163,7 @@ class HopperAttention(TakesAfter, ProblemTactic):
             in_rows = rows_of_vectors(mask.shape)
             other = replace(problem, mask=_of_axes(mask.shape, in_rows), mask_aligned=True)
             if self._first(other, b.gpu) + _copy_seconds(mask) < self._first(problem, b.gpu):
-                problem, mask = other, copied_later(b, op, mask, "mask", in_rows)
+                problem, mask = other, shared_copy(b, op, mask, "mask", in_rows)
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
         return Tensors(problem, q, k, v, past, mask, out, target)
 
@@ -245,17 +245,18 @@ class HopperAttention(TakesAfter, ProblemTactic):
             mask = with_four_axes(
                 unmade(known.dtype, known.shape, rows_of_vectors(known.shape), lambda: b.constant(rows, name).buffer)
             )
+        in_rows = rows_of_vectors(mask.shape)
         if mask.dtype == np.bool_:
 
-            def make() -> int:
-                given, made = b.made(mask), b.new(name, q.dtype, mask.shape, rows_of_vectors(mask.shape))
+            def added(given: TensorView) -> TensorView:
+                made = b.new(name, q.dtype, given.shape, in_rows)
                 ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
                 emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [given, *ends], made)
-                return made.buffer
+                return made
 
-            return unmade(q.dtype, mask.shape, rows_of_vectors(mask.shape), make)
+            return shared(b, mask, q.dtype, in_rows, added)
         if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
-            return copied_later(b, op, mask, "mask")
+            return shared_copy(b, op, mask, "mask", in_rows)
         return mask
 
     @staticmethod

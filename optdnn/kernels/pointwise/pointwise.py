@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -229,13 +229,21 @@ def copied_later(b: Builder, op: Op, x: TensorView, name: str, strides: Sequence
 def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
     """A copy of a tensor with these strides, still to be made. All calls with equal arguments share one copy."""
 
-    def make() -> int:
-        key = (b.made(x), strides)
+    return shared(b, x, x.dtype, strides, lambda made: copied(b, op, made, name, strides))
+
+
+def shared(
+    b: Builder, x: TensorView, dtype: DType, strides: tuple[int, ...], make: Callable[[TensorView], TensorView]
+) -> TensorView:
+    """What ``make`` makes of ``x``: a tensor of its shape with this type and these strides. All calls with equal arguments share it."""
+
+    def once() -> int:
+        key = (b.made(x), dtype, strides)
         if key not in b.copies:
-            b.copies[key] = copied(b, op, key[0], name, strides)
+            b.copies[key] = make(key[0])
         return b.copies[key].buffer
 
-    return unmade(x.dtype, x.shape, strides, make)
+    return unmade(dtype, x.shape, strides, once)
 
 
 def single(op: Op) -> list[Stage]:
