@@ -1,0 +1,103 @@
+"""A causal mask beside another bias of the scores: it becomes an attribute, and the other bias remains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.net import Net
+
+from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.graph import Graph, Value
+from optdnn.passes.fuse_attention import FuseAttention
+
+B, H, S = 2, 3, 10
+FUTURE = np.triu(np.ones((S, S)), 1)
+SLOPES = 0.5 ** np.arange(1.0, H + 1).reshape(H, 1, 1)
+DISTANCES = -np.abs(np.arange(S)[:, None] - np.arange(S))
+Biases = Callable[[Net], list[Value]]
+
+
+def future(n: Net, fill: float = -np.inf) -> Value:
+    return n.const(np.where(FUTURE, fill, 0.0))
+
+
+def alibi(n: Net) -> Value:
+    """A number for each key."""
+    return n.const(SLOPES * np.arange(S))
+
+
+def attention(biases: Biases) -> Graph:
+    n = Net()
+    q, k, v = (n.input(B, H, S, 4, name=name) for name in "qkv")
+    scores = n.op("MatMul", q, n.transposed(k, 0, 1, 3, 2))
+    for bias in biases(n):
+        scores = n.op("Add", scores, bias)
+    return n.done(n.op("MatMul", n.op("Softmax", scores), v))
+
+
+def fused(biases: Biases) -> tuple[Graph, np.ndarray | None]:
+    """The fused graph, and its constant mask. Its results are those of the graph before, in float64."""
+    graph = attention(biases)
+    exact = promote(graph)
+    FuseAttention()(graph)
+    assert set(graph.kinds()) == {"Attention"}
+    feeds = {x: np.random.default_rng(3).standard_normal((B, H, S, 4)) for x in "qkv"}
+    (want,), (got,) = evaluate(exact, feeds).values(), evaluate(promote(graph), feeds).values()
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # the mask itself is fp32
+    before = graph.kinds()
+    FuseAttention()(graph)
+    assert graph.kinds() == before
+    (op,) = graph.of_kind("Attention")
+    return graph, graph.constant_value(op.input(3))
+
+
+SPLIT: dict[str, tuple[Biases, tuple[int, ...]]] = {
+    "numbers of keys": (lambda n: [alibi(n), future(n)], (1, H, 1, S)),
+    "the mask first": (lambda n: [future(n, -3e38), alibi(n)], (1, H, 1, S)),
+    "three": (lambda n: [alibi(n), future(n), n.const(SLOPES * DISTANCES)], (1, H, S, S)),
+    "numbers of pairs": (lambda n: [n.const(SLOPES * DISTANCES), future(n)], (1, H, S, S)),
+    "one sum of both": (lambda n: [n.const(np.where(FUTURE, -1e9, SLOPES * DISTANCES))], (1, H, S, S)),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_future_is_an_attribute(name: str) -> None:
+    biases, shape = SPLIT[name]
+    graph, mask = fused(biases)
+    assert graph.of_kind("Attention")[0].attrs.is_causal
+    assert mask is not None
+    assert mask.shape == shape
+    assert np.abs(mask).max() < 10, "what is hidden is not in the mask"
+
+
+def test_a_window_beside_a_bias() -> None:
+    near = (DISTANCES > -3) & (FUTURE == 0)
+    graph, mask = fused(lambda n: [alibi(n), n.const(np.where(near, 0.0, -np.inf))])
+    attrs = graph.of_kind("Attention")[0].attrs
+    assert (attrs.is_causal, attrs.left_window_size) == (True, 2)
+    assert mask is not None
+    assert mask.shape == (1, H, 1, S)
+
+
+TOGETHER: dict[str, Biases] = {
+    "a bias that hides too": lambda n: [n.const(np.where(np.arange(S) == 4, -1e9, 0.0)), future(n)],
+    "a bias that is too large": lambda n: [n.const(np.arange(S) * 1e4), future(n, -1e9)],
+    "large numbers in the sum": lambda n: [n.const(np.where(FUTURE, -1e9, -2e4 * (np.arange(S) > 5)))],
+    "no window": lambda n: [alibi(n), n.const(np.where(np.eye(S)[::-1], -np.inf, 0.0))],
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_other_sums_stay_one_mask(name: str) -> None:
+    graph, mask = fused(TOGETHER[name])
+    assert not graph.of_kind("Attention")[0].attrs.is_causal
+    assert mask is not None
+    assert (mask <= -9e8).any()
+
+
+def test_a_computed_bias_is_added_with_the_mask() -> None:
+    graph = attention(lambda n: [n.input(B, 1, 1, S, name="m"), future(n)])
+    FuseAttention()(graph)
+    assert not graph.of_kind("Attention")[0].attrs.is_causal, "the input might hide all earlier keys"
