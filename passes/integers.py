@@ -15,6 +15,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.moved_integers import dequantize_after_moves
+from optdnn.passes.rules.never_nan import never_nan
 from optdnn.passes.rules.quantized_concats import quantize_before_pool, quantize_parts
 from optdnn.passes.rules.repeated_roundings import clipped_rounding, rescaled_rounding, same_grid, same_pair
 from optdnn.passes.rules.rounded_pads import pad_after_rounding
@@ -349,6 +350,7 @@ class CanonicalizeIntegers(RulePass):
     name = "canonicalize_integers"
     rules = (
         unfolded,
+        never_nan,  # before repeated roundings: two may remain
         pad_after_rounding,  # before repeated roundings: two may remain
         same_pair,
         same_grid,

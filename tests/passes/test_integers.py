@@ -19,6 +19,7 @@ from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
@@ -576,3 +577,32 @@ def test_bounds_between_roundings_that_stay(options: dict[str, Any], because: st
 @pytest.mark.parametrize("options", [{"scales": (0.02, 0.03)}, {"kind": "Clip", "computed": True}])
 def test_other_bounds(options: dict[str, Any]) -> None:
     check_untouched(CANONICAL, bounded(**options))
+
+
+def guarded(n: Net, scores: Value, kept: str = "rounded", *, after: bool = False) -> Graph:
+    """where(isnan(p), 0, p) of a softmax p, with a rounding between, as ONNX Runtime's quantizer leaves it. ``after``: the rounded
+    weights are tested."""
+    p = n.op("Softmax", scores, attrs=SoftmaxAttrs(-1))
+    rounded = dq(n, q(n, p, 1 / 255, 0, UINT8), 1 / 255)
+    other = {"rounded": rounded, "row": n.random(8)}[kept]
+    return n.done(n.op("Where", n.op("IsNaN", rounded if after else p), n.const(0.0), other))
+
+
+@pytest.mark.parametrize("after_rounding", [False, True])
+def test_rounded_weights_and_those_of_rounded_scores_are_never_nan(after_rounding: bool) -> None:
+    n = Net()
+    scores = n.input(4, 8) if after_rounding else dq(n, q(n, n.input(4, 8)))
+    after, _ = check_pass(CANONICAL, guarded(n, scores, after=after_rounding), changes=1)
+    (last,) = (after.op(v) for op in after.of_kind("Output") for v in op.inputs if v is not None)
+    assert last.kind == "DequantizeLinear"
+    assert not after.of_kind("IsNaN", "Where")
+
+
+def test_weights_that_may_be_nan_stay_guarded() -> None:
+    n = Net()
+    check_refused(CANONICAL, guarded(n, n.input(4, 8)), because="may be NaN")
+    n = Net()
+    infinite = dq(n, q(n, n.input(4, 8)), 1e37)
+    check_refused(CANONICAL, guarded(n, infinite), because="may be NaN")
+    n = Net()
+    check_refused(CANONICAL, guarded(n, dq(n, q(n, n.input(4, 8))), "row"), because="it broadcasts what it keeps")

@@ -591,6 +591,7 @@ static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
     meet(WARP);
 }
 
+static float bounded(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
 struct Narrow { float factor, low, high; int zero; };
 template <bool FLOAT8> static u32 narrow_four(const Narrow& n, float a, float b, float c, float d) {
     static_assert(!FLOAT8, "integers alone");

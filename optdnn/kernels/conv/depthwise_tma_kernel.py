@@ -23,6 +23,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 _HEAD_BYTES = 128
 RESIDUAL_REGISTERS = 12
 """Registers of a thread for the addresses of a residual."""
+PLACE_REGISTERS = 6, 28
+"""Registers of a thread for the place of its inputs in the image, where padding is not 0: with filters of up to 9 taps, of more."""
 TILES = ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8))
 """Rows and columns of a thread's results."""
 
@@ -86,8 +88,6 @@ def _refuse_problem(problem: Problem, capability: tuple[int, int]) -> str | None
         return "TMA reads pixels that begin at multiples of 16 bytes"
     if (why := depthwise.no_kernel(problem)) is not None:
         return why
-    if problem.outside and any(s.padding):
-        return "TMA pads with zeros, not with a zero point"
     if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
         return "too many taps, or an empty output"
     return None
@@ -119,6 +119,11 @@ def _refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
     return None
 
 
+def padded_zero(problem: Problem) -> bool:
+    """Whether the image is padded with a zero point other than 0. TMA fills with zeros, and threads replace them."""
+    return problem.outside != 0 and any(problem.source.padding)
+
+
 def registers(problem: Problem, config: Config) -> int:
     """Estimated registers of a thread: accumulators, weights of small filters, a row of input vectors, addresses, constants and the
     squeeze's sums. Fitted to the spills that ptxas reports."""
@@ -131,6 +136,7 @@ def registers(problem: Problem, config: Config) -> int:
     if problem.item == 1:  # 8-bit values as floats; scales besides the biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
         found = sums + weights + 30 + (columns + 1) * config.lanes + more
+        found += PLACE_REGISTERS[taps > 9] * padded_zero(problem)
         return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
     if problem.item == 4:
         weights = filters * taps * config.lanes if taps <= 9 else 8
@@ -150,7 +156,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
-        "SHARED_BYTES": shared_bytes(problem, config),
+        "SHARED_BYTES": shared_bytes(problem, config), "PADDED_ZERO": int(padded_zero(problem)),
     }  # fmt: skip
     text = depthwise.generated(unbanded(problem), defines)
     return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem))
@@ -186,6 +192,8 @@ def launch(
     put_requantize(parameters, problem.epilogue, requantize)
     if problem.beside is not None:
         parameters.pointer("second_weights", "second_bias")
+    if padded_zero(problem):
+        parameters.i32(s.height, s.width, depthwise.four_bytes(problem.outside))
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, gpu.multiprocessors * at_once(shared_bytes(problem, config), config.blocks) // slabs))
     blocks = per_slab * slabs
@@ -203,6 +211,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
     # An 8-bit value takes two instructions to become a float, and a result three times as many.
     convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]
+    convert += (2 + lanes // 4) * padded_zero(problem)  # compares a place, and selects
     work = problem.matrices * (outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1))
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))

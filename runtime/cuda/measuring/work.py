@@ -17,7 +17,7 @@ from optdnn.runtime.reference.arithmetic import MOVES, products_of
 from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import BF16, FP16, FP32, DType
 
-TABLES = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "SelectedProduct": (1,)}
+TABLES = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "PackedGather": (0, 2, 3), "SelectedProduct": (1,)}
 """Operands that a kind reads in part: some rows of a large table, or the matrices that rows select."""
 
 
@@ -84,8 +84,9 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
     out = next((v for v in m.writes if v is not None), None)
     tables = TABLES[m.kind] if m.kind in TABLES else m.attrs["rows"] if m.kind == "PointwiseOfRows" else ()
-    for data in (m.reads[k] for k in tables):
-        if data is not None and out is not None:
+    read_in_part = [data for k in tables if k < len(m.reads) and (data := m.reads[k]) is not None]
+    for data in read_in_part:
+        if out is not None:
             # Elements that are read for an element of the result.
             each = data.shape[-1] if m.kind == "SelectedProduct" else 1
             moved -= max(0, _distinct(data) - _distinct(out) * each) * dtype(data).itemsize
@@ -98,7 +99,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     if product:
         return Work(product, moved, True, kind, TF32 in m.attrs, m.kind == "WeightsInParts")
     stages = max(1, len(m.attrs.get("epilogue") or ()))
-    size = max((math.prod(v.shape) for v in seen.values()), default=0)
+    size = max((math.prod(v.shape) for v in seen.values() if v not in read_in_part), default=0)
     return Work(0 if m.kind in MOVES else size * stages, moved, False, kind)
 
 

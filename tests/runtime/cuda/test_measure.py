@@ -18,6 +18,7 @@ from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
 from optdnn.ops.gather import GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.packed_layout import PackedGatherAttrs
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
@@ -173,6 +174,19 @@ def test_a_gather_reads_only_the_rows_that_it_writes() -> None:
     (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Gather")
     item = program.buffers[step.outputs[0]].dtype.itemsize
     assert work_of(step, parse(step, program), program).bytes == 2 * 6 * 64 * item + 6 * 8
+
+
+def test_a_packed_table_is_read_in_part_too() -> None:
+    """Of 50,000 rows, six are read, with a scale and a zero point each."""
+    n = Net()
+    table, rows = n.const(np.full((50_000, 64), 7), np.uint8), n.input(6, dtype=INT64)
+    scales, zeros = n.random(50_000, 1), n.const(np.full((50_000, 1), 3), np.uint8)
+    attrs = PackedGatherAttrs("uint8", 64, 64, FP32)
+    program = lowered(n.done(n.op("PackedGather", table, rows, scales, zeros, attrs=attrs)), "fp16")
+    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "PackedGather")
+    work = work_of(step, parse(step, program), program)
+    assert 6 * 64 * 3 <= work.bytes < 6 * 64 * 16
+    assert work.flops == 6 * 64
 
 
 def test_a_product_reads_only_the_matrices_that_rows_select() -> None:

@@ -6,7 +6,8 @@
 //
 // With BESIDE, a stage of the ring holds the patches of both convolutions, one after the other.
 //
-// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES, SHARED_BYTES.
+// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES, SHARED_BYTES, PADDED_ZERO (images of 8 bits whose padding
+// is not 0).
 #include "depthwise_core.cuh"
 
 constexpr int WORKERS = VECTORS * STRIPS_X * STRIPS_Y, CONSUMERS = (WORKERS + 31) / 32 * 32, THREADS = CONSUMERS + 32;
@@ -38,7 +39,21 @@ struct Params {
     const Weight* second_weights;
     const Channel* second_channel;
 #endif
+#if PADDED_ZERO
+    int height, width;                             // of the input
+    u32 padding;                                   // the zero point of an 8-bit image, in each of four bytes
+#endif
 };
+
+// Where a thread's inputs lie in the image. TMA writes zeros for inputs outside; PADDED_ZERO: ``padding`` replaces them.
+struct Place {
+    int y, height;                                 // of the first input row, of the image
+    u32 left_out;                                  // a bit for each column: whether it lies outside
+    u32 padding;                                   // the zero point of an 8-bit image, in each of four bytes
+
+    __device__ __forceinline__ bool outside(int r, int c) const { return u32(y + r) >= u32(height) || (left_out >> c & 1u); }
+};
+static_assert(!PADDED_ZERO || COLUMNS <= 32, "a word has a bit for each column");
 
 // The weights and constants of a thread's channels. No kernel writes them.
 struct Filter {
@@ -62,14 +77,17 @@ struct Filter {
         }
     }
 
-    // Accumulators of the thread's pixels, from a patch that begins at their first input.
-    __device__ __forceinline__ void convolve(const Element* patch, int local, Tile& acc) const {
+    // Accumulators of the thread's pixels, from a patch that begins at their first input, which lies at ``place`` in the image.
+    __device__ __forceinline__ void convolve(const Element* patch, const Place& place, int local, Tile& acc) const {
         clear(acc);
         accumulate(
             acc,
             [&](int r, Input (&in)[COLUMNS]) {
                 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
+                for (int c = 0; c < COLUMNS; c++) {
+                    in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
+                    if (PADDED_ZERO && place.outside(r, c)) in[c] = no_input(place.padding);
+                }
             },
             [&](int tap) { return WEIGHTS_IN_SHARED ? shared[tap * VECTORS + local] : own[WEIGHTS_IN_SHARED ? 0 : tap]; });
     }
@@ -137,10 +155,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         barrier_wait(full + 8 * stage, parity);
         Tile acc;
         const u8* patch = ring + stage * STAGE_BYTES;
-        if (inside) filter.convolve(reinterpret_cast<const Element*>(patch) + own, local, acc);
+        Place place = {};
+#if PADDED_ZERO
+        place = {out_y * STRIDE_H - p.pad_h, p.height, 0u, p.padding};
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; c++) place.left_out |= u32(u32(out_x * STRIDE_W - p.pad_w + c) >= u32(p.width)) << c;
+#endif
+        if (inside) filter.convolve(reinterpret_cast<const Element*>(patch) + own, place, local, acc);
 #if BESIDE
         Tile beside;
-        if (inside) second.convolve(reinterpret_cast<const Element*>(patch + PATCH_BYTES) + own, local, beside);
+        if (inside) second.convolve(reinterpret_cast<const Element*>(patch + PATCH_BYTES) + own, place, local, beside);
 #endif
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * stage);
