@@ -50,6 +50,7 @@ from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
+from optdnn.passes.support.large_biases import large_biases
 from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.large_scales import large_scales
 from optdnn.passes.support.overflows import growing, overflows, ranges_seen
@@ -126,10 +127,11 @@ class AssignPrecision(Pass):
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, log, found)
         sized: Mapping[int, str] = {}
+        biased: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
-            sized = sized_by_data(graph)
+            sized, biased = sized_by_data(graph), large_biases(graph)
             found_by = (coordinates, large_indices, angles, exponents, differences)
-            others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized
+            others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized | biased
             others |= {i: reason for i, reason in decays(graph).items() if _float(plan, graph.op(i)) == "bf16"}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if (
@@ -155,6 +157,9 @@ class AssignPrecision(Pass):
             log.converted |= {keys[i] for i in assignment.converted}
         if context.on_gpu and "tf32" in plan.floats:
             _allow_tf32(graph, plan)
+        for op in (graph.op(i) for i in biased):  # its operands are of 16 bits, so that rounding them loses nothing
+            if _float(plan, op) in NARROW and op.outputs[0].type.dtype == FP32:
+                graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
         log.hazards = hazards(graph)
 
 

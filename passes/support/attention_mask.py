@@ -25,6 +25,10 @@ HIDDEN_TWICE = -1e4
 """The same if the weights are masked again after the softmax (NeMo): the hidden scores could only change the sum of the weights."""
 MOST_SHOWN = 1e4
 """Numbers up to this hide nothing, and show nothing that :data:`HIDDEN` hides."""
+LARGE_BIAS = 32.0
+"""fp16 rounds numbers up to this by at most 1 / 64."""
+CENTERED = 1 << 24
+"""At most this many elements of a mask get a row for each query."""
 LARGEST = 1 << 28
 """At most this many elements of a mask are looked at: those of 16,384 tokens."""
 BLOCK = 1 << 22
@@ -169,15 +173,30 @@ def known_mask(graph: Graph, biases: Sequence[Bias], lead: Shape, rows: DimLike,
         alone = constant_sum(graph, [bias], lead)
         sight = window_of_large(graph, [bias], rows, keys) if alone is None else window(alone, rows, keys)
         if sight is not None:
-            return KnownMask(sight, rest)
+            return KnownMask(sight, _centered(rest, sight, rows))
     if total is None:
         return None
     hidden = total <= HIDDEN
     if (np.abs(total[~hidden]) <= MOST_SHOWN).all():
         sight = window(np.where(hidden, total, 0.0), rows, keys)
         if sight is not None:
-            return KnownMask(sight, np.where(hidden, 0.0, total))
+            return KnownMask(sight, _centered(np.where(hidden, 0.0, total), sight, rows))
     return KnownMask(None, total if total.any() else None)
+
+
+def _centered(rest: Array, sight: Sight, rows: DimLike) -> Array:
+    """A mask from each of whose rows the largest number that it shows was subtracted, if 16 bits would round the mask too much.
+
+    That changes no weight. A mask with one row for all queries gets a row for each, unless it becomes too large."""
+    assert isinstance(rows, int)
+    causal, before, after = sight
+    if np.abs(rest).max() <= LARGE_BIAS or math.prod(rest.shape[:2]) * rows * rows > CENTERED:
+        return rest
+    ahead = np.arange(rows) - np.arange(rows)[:, None]
+    shown = (ahead <= (0 if causal else after if after >= 0 else rows)) & (-ahead <= (before if before >= 0 else rows))
+    full = np.broadcast_to(rest, (*rest.shape[:2], rows, rows))
+    largest = np.max(full, axis=-1, keepdims=True, where=shown, initial=-np.inf)
+    return np.where(shown, full - largest, 0.0)
 
 
 def window(array: Array, rows: DimLike, keys: DimLike) -> Sight | None:

@@ -9,8 +9,12 @@ import pytest
 from support.net import Net
 
 from optdnn.ir.evaluate import evaluate, promote
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_attention import FuseAttention
+from optdnn.passes.support import attention_mask
+from optdnn.passes.support.precision_report import PrecisionLog
 
 B, H, S = 2, 3, 10
 FUTURE = np.triu(np.ones((S, S)), 1)
@@ -101,3 +105,51 @@ def test_a_computed_bias_is_added_with_the_mask() -> None:
     graph = attention(lambda n: [n.input(B, 1, 1, S, name="m"), future(n)])
     FuseAttention()(graph)
     assert not graph.of_kind("Attention")[0].attrs.is_causal, "the input might hide all earlier keys"
+
+
+def steep(n: Net) -> list[Value]:
+    return [n.const(100 * SLOPES * np.arange(S)), future(n)]
+
+
+def test_large_numbers_of_keys_are_seen_from_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest keys, which have the largest weights, get the smallest numbers. That takes a row for each query."""
+    _, mask = fused(steep)
+    assert mask is not None
+    assert mask.shape == (1, H, S, S)
+    assert np.array_equal(np.diagonal(mask, axis1=2, axis2=3), np.zeros((1, H, S)))
+    assert np.abs(np.diagonal(mask, -1, axis1=2, axis2=3)).max() == 50.0
+    monkeypatch.setattr(attention_mask, "CENTERED", H * S * S - 1)
+    _, mask = fused(steep)
+    assert mask is not None
+    assert mask.shape == (1, H, 1, S)
+
+
+def assigned(biases: Biases, precision: str = "fp16") -> tuple[Op, dict[str, str]]:
+    graph, log = fused(biases)[0], PrecisionLog()
+    AssignPrecision()(graph, PassContext("cuda:sm_90a", precision, precision_log=log))
+    (op,) = graph.of_kind("Attention")
+    return op, log.refused
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_numbers_of_keys_that_16_bits_round_too_much(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mask, "CENTERED", 0)
+    op, refused = assigned(steep, precision)
+    assert op.outputs[0].type.dtype == np.float32
+    assert op.attrs.factors == ("" if precision == "fp32" else "tf32"), "rounding 16-bit queries to tf32 loses nothing"
+    why = "numbers of its mask reach 450, which 16 bits round too much"
+    assert refused == ({} if precision == "fp32" else {op.outputs[0].name: why})
+
+
+SMALL: dict[str, Biases] = {
+    "small numbers": lambda n: [alibi(n), future(n)],
+    "seen from each query": steep,
+    "without weight": lambda n: [n.const(-100.0 * (np.arange(S) > 4) - 0.5 * np.arange(S)[:, None])],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_other_masks_are_rounded(name: str) -> None:
+    op, refused = assigned(SMALL[name])
+    assert op.outputs[0].type.dtype == np.float16
+    assert refused == {}
