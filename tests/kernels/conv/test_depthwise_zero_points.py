@@ -13,13 +13,20 @@ from support import emulated
 from support.conv_cases import convolve, same
 from support.depthwise_runs import images_of
 from support.host import needs_compiler
+from support.net import Net
+from support.simulated import calibrated, feeds_of
 
+from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.problem import Source
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 HOPPER = of_arch("sm_90a")
 IMAGE = depthwise.Problem(2, same(9, 10, 32), (("bias",),), "uint8", out="int8", outside=17)
@@ -91,3 +98,42 @@ def test_candidates_compile_without_spills(kernel: int, stride: int) -> None:
     for config in tma.candidates(problem, HOPPER)[:2]:
         (made,) = nvrtc.resources(tma.recipe(problem, config)).values()
         assert made.spill_bytes == 0, config
+
+
+def separable(n: Net) -> Value:
+    """Swish leaves numbers of both signs, so its grid has a zero point."""
+
+    def swish(x: Value) -> Value:
+        made: Value = n.op("Mul", x, n.op("Sigmoid", x))
+        return made
+
+    x = swish(n.conv(n.input(8, 16, 57, 59), 96, 1, pads=0, bias=True))
+    for size, strides in ((3, 1), (5, 1), (3, 2), (5, 2)):
+        x = swish(n.conv(x, 96, size, group=96, strides=strides, bias=True))
+        x = swish(n.conv(x, 96, 1, pads=0, bias=True))
+    return x
+
+
+def separable_program(target: str) -> tuple[Graph, Program]:
+    n = Net()
+    graph = n.done(separable(n))
+    return graph, calibrated(graph, "int8", target)[1]
+
+
+def test_separable_convolutions_of_8_bits_take_tma() -> None:
+    _, program = separable_program("simulate")
+    chosen = [t["config"] for t in program.meta["tactics"] if t["tactic"] == "depthwise_8bit"]
+    assert len(chosen) == 4
+    assert all(config.startswith("dwt") for config in chosen)
+    replaced = ["PADDED_ZERO 1" in "".join(k.recipe.generated.values()) for k in program.kernels]
+    assert replaced.count(True) == 4
+
+
+@pytest.mark.hopper
+def test_separable_convolutions_on_a_gpu() -> None:
+    """Each tile's launch has the results of its meaning, up to one step of the grid where a rounding is a tie."""
+    graph, program = separable_program("cuda:sm_90a")
+    context: Any = CudaRunner(program, LoadOptions()).context()
+    errors = [e for e in check_steps(context, feeds_of(graph)) if e.kind != "Copy"]
+    assert len(errors) >= 9
+    assert not [e for e in errors if not e.error < 2e-2]
