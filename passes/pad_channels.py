@@ -96,8 +96,8 @@ class _Region:
             return [op.value, *found]
         if op.kind in ("Split", "Concat") and normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == 1:
             return [operand(op, i) for i in range(len(op.inputs) if op.kind == "Concat" else 1)] + list(results)
-        if op.kind == "Slice" and (found := _sliced_channels(self.graph, op)) is not None:
-            self.cuts.add(found[0])
+        if op.kind == "Slice" and (limits := _sliced_channels(self.graph, op)) is not None:
+            self.cuts.add(limits[0])
             return [operand(op), op.value]
         if (op.kind in POOLS and len(results) == 1) or (op.kind in SUMS and over_pixels(self.graph, op)):
             return [operand(op), op.value]

@@ -68,7 +68,7 @@ def _of_views(graph: Graph, op: Op) -> _Unshuffled | None:
         blocks.append(at)
         block.append(1)
         if whole != side:
-            if not isinstance(size, int) or whole * size != side:
+            if not isinstance(size, int) or size < 2 or whole * size != side:
                 return None
             block[-1] = size
             inner.append(at + 1)
@@ -82,7 +82,7 @@ def _of_views(graph: Graph, op: Op) -> _Unshuffled | None:
         or op.outputs[0].type.dims != result
     ):
         return None
-    counts = [parts[axis] for axis in inner]
+    counts = [channels, *(size for size in block if size > 1)]
     places = np.arange(math.prod(counts)).reshape(counts).transpose([inner.index(axis) for axis in moved])
     return _Unshuffled(operand(cut), channels, tuple(block), places.reshape(-1), (op, turn, cut))
 
@@ -98,7 +98,7 @@ def _of_slices(graph: Graph, op: Op) -> _Unshuffled | None:
             dims = graph.type(operand(part)).dims
             for axis, begin, end, step in slice_limits(graph, part) or [(0, 0, 0, 0)]:
                 size = dims[axis]
-                if axis < 2 or not isinstance(size, int) or step < 1 or strides[axis] != 1 or size % step:
+                if axis < 2 or not isinstance(size, int) or size < 1 or step < 1 or strides[axis] != 1 or size % step:
                     return None
                 taken = range(*slice(begin, end, step).indices(size))
                 if len(taken) != size // step:

@@ -17,6 +17,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import BlockAttrs, ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.unshuffled_convolutions import UnshuffledConvolutions
@@ -24,6 +25,7 @@ from optdnn.passes.unshuffled_convolutions import UnshuffledConvolutions
 UNSHUFFLED = UnshuffledConvolutions()
 HALF = PassContext(target="cuda:sm_90a", precision="fp16", plan=PrecisionPlan())
 SINGLE = replace(HALF, precision="fp32")
+TURNED = TransposeAttrs((0, 1, 3, 5, 2, 4))
 C = 4
 
 
@@ -149,6 +151,17 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("form", OTHERS.values(), ids=OTHERS)
 def test_other_moves_stay(form: Any) -> None:
     check_untouched(UNSHUFFLED, network(form), context=HALF)
+
+
+def test_images_without_pixels_stay() -> None:
+    n = Net(np.float64)
+    check_untouched(UNSHUFFLED, n.done(n.conv(sliced(n, n.input(2, C, 0, 6), ALL), 5)), context=HALF)
+    n = Net(np.float64)
+    exact = OPDEFS["Reshape"].attrs(allowzero=1)
+    y = n.op("Reshape", n.input(2, C, 0, 6), n.ints(2, C, 4, 0, 3, 2), attrs=exact)
+    y = n.op("Reshape", n.op("Transpose", y, attrs=TURNED), n.ints(2, 0, 4, 3), attrs=exact)
+    y = n.op("Conv", y, np.zeros((5, 0, 1, 1)), attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1)))
+    check_untouched(UNSHUFFLED, n.done(y), context=HALF)
 
 
 def test_images_of_unknown_rank_stay() -> None:
