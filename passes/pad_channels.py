@@ -2,9 +2,9 @@
 
 A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 elements at once. Means over 16-bit images,
 products of 16-bit rows, and convolutions of fp32 on tensor cores also need a multiple of 8. A *region* consists of depthwise
-convolutions, pointwise arithmetic, pools, means over pixels, and splits and joins of channels. Its channels come from convolutions
-and products with constant weights, and go to others. Their weights get the padding, after each group of channels: zero
-filters compute the padding channels, and zero weights read them after the region. No launch is added.
+convolutions, pointwise arithmetic, pools, means over pixels, and splits, slices and joins of channels. Its channels come from
+convolutions and products with constant weights, and go to others. Their weights get the padding, after each group of channels:
+zero filters compute the padding channels, and zero weights read them after the region. No launch is added.
 
 Groups of a convolution are padded to a multiple of 64 channels, the tiles of Hopper's tensor cores (RegNet: 112, 120, 168 or 232
 channels). Otherwise several groups would share a tile, with zeros between them, up to all groups.
@@ -24,7 +24,17 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors, widened
-from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, is_depthwise, operand, reduction_axes
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    in_shape,
+    integers,
+    ints,
+    is_depthwise,
+    operand,
+    reduction_axes,
+    slice_limits,
+    sliced,
+)
 from optdnn.passes.support.products import PRODUCTS, output_axis
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
@@ -52,12 +62,13 @@ WEIGHTED = ("Conv", "ConvTranspose", *sorted(PRODUCTS))
 @dataclass
 class _Region:
     """The values whose channels (axis 1) are padded, and the operators that write and read them. ``why``: the reason against it.
-    ``group``: the channels of each group of convolutions in the region (0: none has groups)."""
+    ``group``: the channels of each group of convolutions in the region (0: none has groups). ``cuts``: first channels of slices."""
 
     graph: Graph
     group: int = 0
     values: set[Value] = field(default_factory=set)
     ops: dict[int, Op] = field(default_factory=dict)
+    cuts: set[int] = field(default_factory=set)
     why: str = ""
 
     def grow(self, first: Value) -> None:
@@ -85,6 +96,9 @@ class _Region:
             return [op.value, *found]
         if op.kind in ("Split", "Concat") and normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == 1:
             return [operand(op, i) for i in range(len(op.inputs) if op.kind == "Concat" else 1)] + list(results)
+        if op.kind == "Slice" and (limits := _sliced_channels(self.graph, op)) is not None:
+            self.cuts.add(limits[0])
+            return [operand(op), op.value]
         if (op.kind in POOLS and len(results) == 1) or (op.kind in SUMS and over_pixels(self.graph, op)):
             return [operand(op), op.value]
         if op.kind in RESHAPES and _of_one_pixel(self.graph, op):
@@ -126,13 +140,23 @@ class _Region:
         return found
 
     def unit(self) -> int:
-        """Channels of a group: the greatest common divisor of all values' channels."""
-        return math.gcd(self.group, *(self.channels(v) for v in self.values))
+        """Channels of a group: the greatest common divisor of all values' channels, and of the places where slices begin."""
+        return math.gcd(self.group, *self.cuts, *(self.channels(v) for v in self.values))
 
     def channels(self, value: Value) -> int:
         """Channels of a value; 1 if the number is not known."""
         channels = self.graph.type(value).dims[1]
         return channels if isinstance(channels, int) else 1
+
+
+def _sliced_channels(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """The first channel that a Slice takes, and the one behind the last; None if it has another axis, a step, or unknown limits.
+    Legacy exports cut a tensor of any batch size into chunks with slices."""
+    limits, channels = slice_limits(graph, op), graph.type(operand(op)).dims[1]
+    if limits is None or not isinstance(channels, int) or [(axis, step) for axis, *_, step in limits] != [(1, 1)]:
+        return None
+    begin, end, _ = slice(*limits[0][1:3]).indices(channels)
+    return (begin, end) if begin < end else None
 
 
 def _of_one_pixel(graph: Graph, op: Op) -> bool:
@@ -216,7 +240,7 @@ def pad_groups(graph: Graph, op: Op) -> Match | Miss | None:
     region = _Region(graph, size)
     region.grow(op.value)
     sums = [o.name for o in region.ops.values() if o.kind == "Add" and region.values.issuperset(o.inputs)]
-    joins = [o.name for o in region.ops.values() if o.kind in ("Concat", "Split")]
+    joins = [o.name for o in region.ops.values() if o.kind in ("Concat", "Slice", "Split")]
     if region.why or sums or joins:
         return Miss(region.why or f"the padding would reach {(sums + joins)[0]}, and all that it adds or joins")
     return _padded(region, op, op.value, TILE)
@@ -267,6 +291,10 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
         elif op.kind == "Split":
             parts = [region.channels(v) // unit * wide for v in op.values]
             inputs[1:], attrs = [integers(patch, parts, "sizes")], SplitAttrs(1)
+        elif op.kind == "Slice" and (limits := _sliced_channels(region.graph, op)):
+            begin, end = (n // unit * wide for n in limits)
+            new[op.value] = sliced(patch, new[operand(op)], begin, end, 1)
+            continue
         elif op.kind == "Resize" and (sizes := ints(region.graph, op.input(3))):
             channels = region.channels(op.value) // unit * wide
             given = [channels if axis == 1 else n for axis, n in zip(_resized(op), sizes, strict=True)]

@@ -117,6 +117,7 @@ from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.unshuffled_convolutions import UnshuffledConvolutions
 from optdnn.passes.upsampled_convolutions import UpsampledConvolutions
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
@@ -256,6 +257,7 @@ O2_GPU: tuple[Pass, ...] = (
     AddedPositions(),  # after attention; before its views are hoisted, and before epilogues, which add its constants
     RelativePositions(),  # before the views of attention's biases are hoisted and their arithmetic is fused
     UpsampledConvolutions(),  # after ModulatedWeights, whose factors move before the Resize; before epilogues
+    UnshuffledConvolutions(),  # before epilogues; before patch embeddings, whose strides it may make
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them

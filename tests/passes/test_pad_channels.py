@@ -68,6 +68,32 @@ def test_halves_get_zeros_of_their_own(sizes: bool) -> None:
     assert channels_of(graph, "Gelu", "Mul", "Split") == {32}
 
 
+@pytest.mark.parametrize("end", [2 * C, 1 << 62])
+def test_slices_are_halves_too(end: int) -> None:
+    """A chunk of a tensor with any batch size is a Slice in legacy exports."""
+    n = Net(np.float64)
+    both = separable(n, 2 * C)
+    first = n.op("Slice", both, n.ints(0), n.ints(-C), n.ints(1))
+    second = n.op("Slice", both, n.ints(C), n.ints(end), n.ints(1))
+    graph, _ = check_pass(PadChannels(), ends(n, n.op("Mul", first, second)), changes=1, context=HALF)
+    assert channels_of(graph, "Conv") == {64, 8}
+    assert channels_of(graph, "Slice", "Mul") == {32}
+
+
+def test_refused_slices() -> None:
+    """Slices of other axes, with a step, or with limits of the channels that are not constant; and parts too small to pad."""
+    for limits in ([[0], [3], [2]], [[0], [C], [1], [2]], [[0, 0], [C, 3], [1, 2]], [[5], [5], [1]]):
+        n = Net(np.float64)
+        y = n.op("Slice", separable(n, 2 * C), *(n.ints(*v) for v in limits))
+        check_refused(PadChannels(), n.done(y), because=r"Slice .* reads its channels", context=HALF)
+    n = Net(np.float64)
+    y = n.op("Slice", separable(n, 2 * C), n.input(1, name="first", dtype=np.int64), n.ints(C), n.ints(1))
+    check_refused(PadChannels(), n.done(y), because=r"Slice .* reads its channels", context=HALF)
+    n = Net(np.float64)
+    y = n.op("Slice", separable(n, 2 * C), n.ints(1), n.ints(C + 1), n.ints(1))
+    check_refused(PadChannels(), ends(n, y), because="groups of 1 channels", context=HALF)
+
+
 def test_constants_of_channels_pools_and_broadcast_values() -> None:
     n = Net(np.float64)
     y = separable(n)
