@@ -125,7 +125,7 @@ def test_separable_convolutions_of_8_bits_take_tma() -> None:
     chosen = [t["config"] for t in program.meta["tactics"] if t["tactic"] == "depthwise_8bit"]
     assert len(chosen) == 4
     assert all(config.startswith("dwt") for config in chosen)
-    replaced = ["PADDED_ZERO 1" in "".join(k.recipe.generated.values()) for k in program.kernels]
+    replaced = ["PADDED_ZERO 1" in "".join(k.generated.values()) for k in program.kernels]
     assert replaced.count(True) == 4
 
 
