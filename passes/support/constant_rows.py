@@ -28,10 +28,11 @@ def constant_rows(graph: Graph, value: Value, first: int, stop: int) -> Array | 
     array = graph.constant_value(value)
     if array is not None:
         return array[..., first:stop, :] if array.ndim > 1 and array.shape[-2] != 1 else array
-    op, dims = graph.op(value), shape_of(graph, value)
-    if dims is None or not all(isinstance(d, int) for d in dims):
+    op = graph.op(value)
+    if not op.outputs[value.port].type.is_static:
         return None
-    if op.kind in RESHAPES and keeps_last_two(shape_of(graph, operand(op)), dims) and math.prod(dims[:-2]) == 1:  # type: ignore[arg-type]
+    dims = op.outputs[value.port].type.static_shape
+    if op.kind in RESHAPES and keeps_last_two(shape_of(graph, operand(op)), dims) and math.prod(dims[:-2]) == 1:
         made = constant_rows(graph, operand(op), first, stop)
         return None if made is None else made.reshape(made.shape[-2:])
     if op.kind == "Expand":

@@ -30,8 +30,8 @@ from optdnn.types import DTYPES, FP32, FP64, INT8, Array, bits_of, is_float
 
 UNIT = 16
 """int8 values in 16 bytes."""
-_NUMBERS, _SCALES = (-8,), (-32,)
-"""Keys among the builder's copies, in the place of strides: for the int8 values, and for the scales of rows."""
+_NUMBERS, _SCALES = (INT8, (-8,)), (FP32, (-32,))
+"""Keys among the builder's copies: types, and numbers in the place of strides, for the int8 values and for the scales of rows."""
 
 
 @lru_cache(maxsize=1024)
@@ -194,7 +194,7 @@ class PackedBytes(MatrixProduct):
 
 def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
     """The rows of ``x`` as int8, and their scales (padded to an even number). One launch serves all products that read ``x``."""
-    kept = [b.copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
+    kept = [b.copies.get((x, *what)) for what in (_NUMBERS, _SCALES)]
     if kept[0] is not None and kept[1] is not None:
         return kept[0], kept[1]
     rows, depth = x.shape[:2]
@@ -204,5 +204,5 @@ def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]
     launch = row_bytes.launch(rows, depth, x.strides[0], stored, map_dtype(x.dtype), b.arch)
     written = [as_rows(numbers), scales.view((rows,), (1,))]
     b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [as_rows(x)], written)
-    b.copies[x, _NUMBERS], b.copies[x, _SCALES] = numbers, scales
+    b.copies[x, *_NUMBERS], b.copies[x, *_SCALES] = numbers, scales
     return numbers, scales
