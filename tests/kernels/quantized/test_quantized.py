@@ -126,10 +126,11 @@ def test_single_pixels_are_rows_in_place() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 5])
-def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
+def test_large_images_come_by_tma(zero: int) -> None:
+    """Also where the padding is not 0."""
     n = QNet()
     _, program = built(n.done(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03, zero), 64, 5, group=64)))
-    assert ("depthwise_sm90.cu" in {k.template for k in program.kernels}) == (zero == 0)
+    assert "depthwise_sm90.cu" in {k.template for k in program.kernels}
 
 
 @pytest.mark.parametrize("name", ["a stem", "a stem, zero point"])
