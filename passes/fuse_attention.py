@@ -94,7 +94,7 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     if scores.groups != 1:  # (batch, groups, heads of a group): a shape in between has all three
         batch, *heads = weights.leads[-1]
         leads = ((batch, size_of(heads)),)
-    parts = _parts(graph, op, scores, leads)
+    parts = _parts(graph, op, scores, leads, sunk=weights.sunk)
     if isinstance(parts, Miss):
         return parts
     logits = None if sinks is None else per_head(graph, sinks, parts.lead)
@@ -234,7 +234,7 @@ def _widens(graph: Graph, value: Value, dtype: DType) -> bool:
 # ---------------------------------------------------------------- operands
 
 
-def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> AttentionParts | Miss:
+def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape], *, sunk: bool) -> AttentionParts | Miss:
     first, second = (1, 0) if scores.exchanged else (0, 1)
     left, a = unscaled(graph, operand(scores.product, first))
     right, b = unscaled(graph, operand(scores.product, second))
@@ -274,7 +274,7 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
         reason = refuse(graph, bias, lead, columns, t.dtype)
         if reason is not None:
             return Miss(reason)
-    mask = known_mask(graph, scores.biases, lead, rows, keys)
+    mask = known_mask(graph, scores.biases, lead, rows, keys, sunk=sunk)
     causal, before, after = (mask.sight if mask is not None else None) or (False, -1, -1)
     written = _written(scale, q.shape[3])
     attrs = AttentionAttrs(written, causal, scores.softcap, left_window_size=before, right_window_size=after)

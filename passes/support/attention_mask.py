@@ -157,10 +157,13 @@ class KnownMask:
     rest: Array | None
 
 
-def known_mask(graph: Graph, biases: Sequence[Bias], lead: Shape, rows: DimLike, keys: DimLike) -> KnownMask | None:
+def known_mask(
+    graph: Graph, biases: Sequence[Bias], lead: Shape, rows: DimLike, keys: DimLike, *, sunk: bool = False
+) -> KnownMask | None:
     """The sum of all biases for (B, H, rows, keys); None if it is not constant or there is none.
 
-    If one of them hides what attributes express (a causal mask), only the others remain (ALiBi: a number for each key)."""
+    If one of them hides what attributes express (a causal mask), only the others remain (ALiBi: a number for each key). ``sunk``:
+    the scores of a query are compared with a sink, so that no number may be added to all of them."""
     total = constant_sum(graph, biases, lead)
     if total is None and (sight := window_of_large(graph, biases, rows, keys)) is not None:
         return KnownMask(sight, None)
@@ -173,14 +176,15 @@ def known_mask(graph: Graph, biases: Sequence[Bias], lead: Shape, rows: DimLike,
         alone = constant_sum(graph, [bias], lead)
         sight = window_of_large(graph, [bias], rows, keys) if alone is None else window(alone, rows, keys)
         if sight is not None:
-            return KnownMask(sight, _centered(rest, sight, rows))
+            return KnownMask(sight, rest if sunk else _centered(rest, sight, rows))
     if total is None:
         return None
     hidden = total <= HIDDEN
     if (np.abs(total[~hidden]) <= MOST_SHOWN).all():
         sight = window(np.where(hidden, total, 0.0), rows, keys)
         if sight is not None:
-            return KnownMask(sight, _centered(np.where(hidden, 0.0, total), sight, rows))
+            rest = np.where(hidden, 0.0, total)
+            return KnownMask(sight, rest if sunk else _centered(rest, sight, rows))
     return KnownMask(None, total if total.any() else None)
 
 

@@ -124,6 +124,17 @@ def test_a_window_needs_no_mask() -> None:
     assert attention(graph).input(3) is None
 
 
+def test_a_large_bias_is_not_moved_against_the_sinks() -> None:
+    """Without sinks, the largest number of each row would be subtracted from it."""
+    bias = 100.0 * np.arange(L) - 400.0
+    mask = np.where(np.triu(np.ones((L, L)), 1), -1e9, bias)
+    graph, _ = check_pass(PASS, net(mask=mask), changes=1)
+    assert attention(graph).attrs.is_causal
+    rest = graph.constant_value(attention(graph).input(3))
+    assert rest is not None
+    assert (rest[..., -1, :] == bias).all()
+
+
 def test_a_query_without_keys_gives_zeros() -> None:
     """Without sinks this is refused: exporters' attention would give NaN."""
     mask = np.zeros((L, L))
