@@ -184,7 +184,7 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED, threads: int 
         return f"{config.threads} threads are not a block of this kernel"
     if config.m * config.n > 32:
         return "more than 128 accumulators per thread"
-    if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
+    if registers(problem, config) + _addresses(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
         return "its accumulators and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
@@ -322,6 +322,12 @@ def registers(problem: Problem, config: Config) -> int:
         sums = sums * (2 if steps <= 8 else 3) + 4 * config.n
         sums += 6 * max(0, config.m * config.n - 8) - 16 if steps <= 8 else 0
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
+
+
+def _addresses(problem: Problem, config: Config) -> int:
+    """Registers for addresses, where a warp has many tiles of pixels, and a table has many taps of an fp32 image (6x6, 3 channels)."""
+    scattered = problem.layout.planes and problem.layout.columns != 8 and problem.layout.steps > 6
+    return 3 * config.m if scattered and KINDS[problem.image][1] == 4 and config.m > 4 else 0
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:

@@ -222,6 +222,22 @@ def test_weights_of_another_convolution_are_an_error() -> None:
         stem.pack_weights(CASES["3x3/2"][0], np.zeros((32, 3, 5, 5)))
 
 
+FOCUS = problem(1, Source(640, 640, 3, (6, 6), (2, 2), (2, 2, 2, 2)), 32, "float32", epilogue=(("bias",), ("silu",)))
+"""YOLOX reads blocks of 2 x 2 pixels: a convolution of the image after the passes."""
+
+
+def test_addresses_of_many_taps_need_registers() -> None:
+    many = stem.Config(4, 112, 7, 4, 4)
+    assert stem.refuse(FOCUS, many) == "its accumulators and inputs do not fit the registers of a thread"
+    assert stem.refuse(replace(FOCUS, image="float16"), many) is None
+
+
+@pytest.mark.nvrtc
+def test_first_choices_for_many_taps_do_not_spill() -> None:
+    for config in conv_stem_cost.candidates(FOCUS, of_arch("sm_90a"))[:3]:
+        check_spills(stem.recipe(FOCUS, config), threads=config.threads)
+
+
 def test_every_candidate_is_one_and_is_named() -> None:
     for p, _ in CASES.values():
         found = conv_stem_cost.candidates(p, of_arch("sm_90a"))
