@@ -218,13 +218,17 @@ def _product(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     first = graph.constant_value(op.inputs[0])
     if first is not None and op.kind == "MatMul":
         bound = found.get(op.inputs[1])
-        return None if bound is None else Bound(bound.most * float(np.abs(first).sum(-1, np.float64).max()), math.inf)
+        return (
+            None
+            if bound is None
+            else Bound(bound.most * float(np.abs(first).sum(-1, np.float64).max(initial=0.0)), math.inf)
+        )
     bound, weight = found.get(op.inputs[0]), graph.constant_value(op.inputs[1])
     if bound is None or weight is None or weight.ndim != 2 or getattr(op.attrs, "transA", False):
         return None
     matrix = weight.T if getattr(op.attrs, "transB", False) else weight
     squares = np.einsum("ij,ij->j", matrix, matrix, dtype=np.float64)
-    made = Bound(bound.length * math.sqrt(squares.max()), bound.length * math.sqrt(squares.sum()))
+    made = Bound(bound.length * math.sqrt(squares.max(initial=0.0)), bound.length * math.sqrt(squares.sum()))
     if op.kind == "MatMul":
         return made
     made, added = made.scaled(abs(op.attrs.alpha)), op.input(2)
@@ -238,7 +242,7 @@ def _conv(graph: Graph, op: Op, found: Bounds) -> Bound | None:
     more = Bound(0.0, 0.0) if added is None else found.get(added)
     if bound is None or weight is None or more is None:
         return None
-    sums = np.abs(weight).reshape(len(weight), -1).sum(-1, np.float64)
+    sums = np.abs(weight).sum(tuple(range(1, weight.ndim)), np.float64)
     return Bound(bound.most * float(sums.max(initial=0.0)) + more.most, math.inf)
 
 

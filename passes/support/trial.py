@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.errors import OptdnnError
+from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.evaluate import random_feeds, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call, Result
@@ -55,17 +55,23 @@ def largest_values(graph: Graph) -> Mapping[Value, float] | None:
         feeds = {name: a[:some] for name, a in feeds.items()}
     last = [v for v in unknown if not any(use.op in needed for use in graph.uses(v))]
 
+    def note(v: Value, a: Array) -> None:
+        if not a.size and math.prod(graph.type(v).static_shape):
+            raise RunError(f"{graph.output(v).name} has none of its elements in the first rows")
+        found[v] = _largest(a)
+
     def look(op: Op, operands: list[Array | None]) -> list[Array | None]:
         for v, a in zip(op.inputs, operands, strict=True):
             if v is not None and a is not None and a.dtype == FP32 and v not in found:
-                found[v] = _largest(a)
+                note(v, a)
         return operands if some == rows else _of_rows(op, operands, rows, some)
 
     try:
-        results = values(graph if some == rows else _resized(graph, some), feeds, last, look)
+        for v, a in zip(last, values(graph if some == rows else _resized(graph, some), feeds, last, look), strict=True):
+            note(v, a)
     except OptdnnError:  # generated numbers are not always valid (positions, lengths), nor are some rows
         return None
-    return found | dict(zip(last, map(_largest, results), strict=True))
+    return found
 
 
 def _values(graph: Graph) -> Iterator[Value]:

@@ -180,3 +180,18 @@ def test_computed_weights_do_not_bound_a_convolution() -> None:
     n = Net()
     y: Any = n.op("Conv", n.op("Tanh", n.input(1, 1, 4, 4)), n.input(2, 1, 1, 2, name="w"), attrs=PLAIN_CONV)
     assert magnitudes(n.done(y)).get(y) is None
+
+
+def test_weights_without_elements() -> None:
+    """Products without columns or rows, convolutions without filters: their results have no elements."""
+    n = Net()
+    x = unit(n, n.input(2, 4))
+    empty = [
+        n.op("MatMul", x, np.zeros((4, 0))),
+        n.op("Gemm", x, np.zeros((4, 0))),
+        n.op("MatMul", np.zeros((0, 2)), x),
+    ]
+    image = unit(n, n.input(1, 1, 4, 4, name="image"))
+    empty.append(n.op("Conv", image, np.zeros((0, 1, 1, 1)), attrs=PLAIN_CONV))
+    found = magnitudes(n.done(*empty))
+    assert [found.get(v) for v in empty] == [Bound(0.0, 0.0)] * 4

@@ -258,6 +258,20 @@ def test_rows_that_cannot_be_run_alone_are_not_tried(monkeypatch: pytest.MonkeyP
     assert largest_values(turned) is None, "one row of the batch has 32 numbers, its Reshape wants 4 x 64"
 
 
+def test_rows_that_a_network_does_not_read_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rows of a batch, of which the first ones are run, have no elements."""
+
+    def last_rows() -> Graph:
+        n = Net()
+        product = n.op("MatMul", n.input(8, 32), n.const(np.full((32, 32), 1e2)))
+        rows = n.op("Mul", n.sliced(n.op("Exp", n.op("Mul", product, 1e-3)), 6, 8, 0), 1e6)
+        return n.done(n.op("Mul", rows, 1e-6))
+
+    assert largest_values(last_rows()) is not None
+    monkeypatch.setattr(trial, "_share", lambda *_: 0.5)
+    assert largest_values(last_rows()) is None
+
+
 def test_values_with_a_proven_bound_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is what they are computed from, unless another value needs it."""
 
