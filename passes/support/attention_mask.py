@@ -194,7 +194,8 @@ def _centered(rest: Array, sight: Sight, rows: DimLike) -> Array:
     That changes no weight. A mask with one row for all queries gets a row for each, unless it becomes too large."""
     assert isinstance(rows, int)
     causal, before, after = sight
-    if np.abs(rest).max() <= LARGE_BIAS or math.prod(rest.shape[:2]) * rows * rows > CENTERED:
+    grows = rest.shape[2] == 1 and math.prod(rest.shape[:2]) * rows * rows > CENTERED
+    if np.abs(rest).max() <= LARGE_BIAS or grows:
         return rest
     ahead = np.arange(rows) - np.arange(rows)[:, None]
     shown = (ahead <= (0 if causal else after if after >= 0 else rows)) & (-ahead <= (before if before >= 0 else rows))

@@ -124,6 +124,13 @@ def test_large_numbers_of_keys_are_seen_from_each_query(monkeypatch: pytest.Monk
     assert mask.shape == (1, H, 1, S)
 
 
+def test_a_mask_that_has_a_row_for_each_query_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mask, "CENTERED", 0)
+    _, mask = fused(lambda n: [n.const(100 * SLOPES * np.arange(S) + np.arange(S)[:, None]), future(n)])
+    assert mask is not None
+    assert np.array_equal(np.diagonal(mask, axis1=2, axis2=3), np.zeros((1, H, S)))
+
+
 def assigned(biases: Biases, precision: str = "fp16") -> tuple[Op, dict[str, str]]:
     graph, log = fused(biases)[0], PrecisionLog()
     AssignPrecision()(graph, PassContext("cuda:sm_90a", precision, precision_log=log))
