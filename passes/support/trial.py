@@ -56,7 +56,7 @@ def largest_values(graph: Graph) -> Mapping[Value, float] | None:
     last = [v for v in unknown if not any(use.op in needed for use in graph.uses(v))]
 
     def note(v: Value, a: Array) -> None:
-        if not a.size and math.prod(graph.type(v).static_shape):
+        if not a.size and 0 not in graph.type(v).static_shape:
             raise RunError(f"{graph.output(v).name} has none of its elements in the first rows")
         found[v] = _largest(a)
 
