@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -99,7 +100,8 @@ def data(name: str) -> Iterator[tuple[list[Any], list[Any]]]:
     case = CASES[name]
     if case.data_sets is not None:
         for inputs, outputs in case.data_sets:
-            yield [_array(x) for x in inputs], [_array(x) for x in outputs]
+            given, expected = [_array(x) for x in inputs], [_array(x) for x in outputs]
+            yield given, [_low_bits(given[0], expected[0])] if TO_FEW_BITS.match(name) else expected
     elif case.model_dir:
         for folder in sorted(Path(case.model_dir).glob("test_data_set*")):
             yield _stored(folder, "input"), _stored(folder, "output")
@@ -112,6 +114,18 @@ def data(name: str) -> Iterator[tuple[list[Any], list[Any]]]:
         size = int(np.prod(shape))  # like ONNX's runner for its light models
         expected = onnx.load_tensor(LIGHT / f"{Path(case.url).stem}_output_0.pb")
         yield [(np.arange(size).reshape(shape) / size).astype(np.float32)], [numpy_helper.to_array(expected)]
+
+
+TO_FEW_BITS = re.compile("test_cast(like)?_FLOAT(16)?_to_U?INT[24](_expanded)?$")
+"""Cases whose floats are partly out of range. ONNX does not define their integers: those of its cases are what ml_dtypes gives,
+wrapped before version 0.7 and 0 since then."""
+
+
+def _low_bits(given: Any, expected: Any) -> Any:
+    """Expected integers, but the low bits of those that are out of range."""
+    limits, whole = ml_dtypes.iinfo(expected.dtype), given.astype(np.int64)
+    inside = (whole >= limits.min) & (whole <= limits.max)
+    return np.where(inside, expected.astype(np.int64), whole).astype(expected.dtype)
 
 
 def _array(x: Any) -> Any:
