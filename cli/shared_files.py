@@ -25,16 +25,14 @@ def refuse_shared_files(ctx: click.Context, more: Mapping[str, Path] | None = No
         named = [(parameter, path) for path in _files_of(parameter, ctx.params.get(parameter.name or ""))]
         (written if isinstance(parameter.type, Written) else read).extend(named)
     written += (more or {}).items()
-    for k, (parameter, path) in enumerate(written):
-        replaces = getattr(parameter, "replaces", None)
+    for k, (result, path) in enumerate(written):
+        replaces = getattr(result, "replaces", None)
         for other, its in [*((p, f) for p, f in read if p.name != replaces), *written[:k]]:
             if path.resolve() == its.resolve():
-                if "json_file" in {getattr(parameter, "name", None), getattr(other, "name", None)}:
+                if "json_file" in {getattr(result, "name", None), getattr(other, "name", None)}:
                     ctx.find_root().ensure_object(dict)["json_given"] = True  # the error is not written there either
-                raise UsageError(
-                    f"{_called(parameter)} would overwrite {path}, the file of {_called(other)}",
-                    hint="name another file",
-                )
+                what = f"{_called(result)} would overwrite {path}, the file of {_called(other)}"
+                raise UsageError(what, hint="name another file")
 
 
 def _files_of(parameter: click.Parameter, value: Any) -> Iterator[Path]:
