@@ -23,7 +23,7 @@ from optdnn.cli.common import (
     write_text,
 )
 from optdnn.cli.options import (
-    FILE,
+    WRITTEN,
     Command,
     Integer,
     Number,
@@ -71,7 +71,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--instances", type=Integer(1, 256), default=1, show_default=True, group=MEASURING,
         help="Copies of the engine that run concurrently, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
-@option("--html", type=FILE, group=DETAIL, metavar="FILE",
+@option("--html", type=WRITTEN, group=DETAIL, metavar="FILE",
         help="Write a report with the network, timed step by step, as one HTML file.")  # fmt: skip
 @option("--energy", "energy", is_flag=True, group=DETAIL,
         help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip

@@ -11,7 +11,8 @@ import click
 
 from optdnn.cli.build_options import build_options, make_options
 from optdnn.cli.common import command_line, give_json, now, progress, refuse_engine, remark, stderr, stdout, write_text
-from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, output_option
+from optdnn.cli.options import FILE, RESULTS, WRITTEN, Command, json_option, option, output_option
+from optdnn.cli.shared_files import refuse_shared_files
 from optdnn.errors import OptdnnError, RunError, UsageError
 
 INSIDE = "Look inside"
@@ -26,13 +27,13 @@ BENCH_SECONDS = 2.0
 @option(
     "--check/--no-check", default=True, group=RESULTS, help="Compare the engine's outputs with the model's in NumPy."
 )
-@option("--precision-report", type=FILE, group=RESULTS, metavar="FILE",
+@option("--precision-report", type=WRITTEN, group=RESULTS, metavar="FILE",
         help="Write a report on precision auto: .html or .md.")  # fmt: skip
-@option("--html", type=FILE, group=RESULTS, metavar="FILE",
+@option("--html", type=WRITTEN, group=RESULTS, metavar="FILE",
         help="Write a report with the network, its fusions and times, as one HTML file.")  # fmt: skip
 @option("--refit", is_flag=True, group=RESULTS,
         help="Keep the model in the engine: optdnn refit then needs only the weights that change.")  # fmt: skip
-@option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write everything that the build depends on here.")
+@option("--lock", type=WRITTEN, group=RESULTS, metavar="FILE", help="Write everything that the build depends on here.")
 @option("--locked", type=FILE, group=RESULTS, metavar="FILE",
         help="Build the same bytes as with --lock FILE, or report what differs and write nothing.")  # fmt: skip
 @json_option
@@ -40,7 +41,7 @@ BENCH_SECONDS = 2.0
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",
         help="Write numbered graph dumps here.")  # fmt: skip
 @option("--stop-after", metavar="PASS", group=INSIDE, help="Run the pipeline up to this pass only.")
-@option("--emit-onnx", type=FILE, group=INSIDE, metavar="FILE",
+@option("--emit-onnx", type=WRITTEN, group=INSIDE, metavar="FILE",
         help="Also write the optimized graph as ONNX (and FILE.data, beyond 1 GiB).")  # fmt: skip
 @click.pass_context
 def command(
@@ -66,7 +67,7 @@ def command(
     chosen = make_options(ctx, **options)
     refuse_engine(model)
     output = output or model.with_suffix(".engine")
-    _check_outputs(model, output, chosen.emit_onnx)
+    _check_outputs(ctx, output, chosen.emit_onnx)
     check_outputs({"html": html})
     if precision_report is not None:
         _check_precision_report(chosen.precision, precision_report)
@@ -165,12 +166,13 @@ def _check_precision_report(asked: str, path: Path) -> None:
     check_file(path)
 
 
-def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:
-    """Refuse, before the work, files that could not be written at its end, or would overwrite the model."""
+def _check_outputs(ctx: click.Context, output: Path, emit_onnx: Path | None) -> None:
+    """Refuse, before the work, files that could not be written at its end, or would overwrite others."""
     from optdnn.runtime.engine import report_path
     from optdnn.runtime.file.atomic import check_writable
 
-    for path in (output, Path(report_path(output)), *([emit_onnx] if emit_onnx else [])):
-        if path.resolve() == model.resolve():
-            raise UsageError(f"{path} is the model itself", hint="name another file: -o OUT.engine")
+    report = Path(report_path(output))
+    default = {} if ctx.params["output"] else {"the engine": output}
+    refuse_shared_files(ctx, {**default, "the report": report})
+    for path in (output, report, *([emit_onnx] if emit_onnx else [])):
         check_writable(path)

@@ -73,7 +73,7 @@ PRECISION_OPTIONS = [
     option("--strict-precision", is_flag=True, group=PRECISION, help="Fail if a node does not run in the requested precision."),
 ]  # fmt: skip
 CALIBRATION_OPTIONS = [
-    option("--calib", group=CALIBRATION, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
+    option("--calib", group=CALIBRATION, metavar="DATA", data=True, help="Calibration data: .npz, .npy, or a folder of pictures."),
     option("--calibrator", default="mse", show_default=True, group=CALIBRATION, metavar="C", shell_complete=words(*CALIBRATORS),
            help="mse, entropy, percentile or minmax."),
     option("--calib-cache", type=FILE, group=CALIBRATION, metavar="FILE", help="Keep the ranges here (JSON)."),

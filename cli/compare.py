@@ -29,6 +29,7 @@ from optdnn.cli.common import (
 from optdnn.cli.options import (
     FILE,
     RESULTS,
+    WRITTEN,
     Command,
     Integer,
     Number,
@@ -143,8 +144,8 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     "--fail-if-slower", group=BOUNDS, metavar="P%", callback=_percent,
     help="Fail if the 95 % interval shows it slower than the baseline by more than this: 3%.",
 )  # fmt: skip
-@option("--html", group=RESULTS, metavar="FILE", type=FILE, help="Write a self-contained HTML report.")
-@option("--markdown", group=RESULTS, metavar="FILE", type=FILE, help="Write a Markdown report.")
+@option("--html", group=RESULTS, metavar="FILE", type=WRITTEN, help="Write a self-contained HTML report.")
+@option("--markdown", group=RESULTS, metavar="FILE", type=WRITTEN, help="Write a Markdown report.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -> None:

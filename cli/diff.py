@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, stdout, table
-from optdnn.cli.options import FILE, RESULTS, Command, Number, json_option, option, seed_option
+from optdnn.cli.options import FILE, RESULTS, WRITTEN, Command, Number, json_option, option, seed_option
 
 if TYPE_CHECKING:
     from optdnn.report.drawing import Drawing
@@ -25,7 +25,7 @@ SHOWN = 20
 @option("--duration", type=Number(min=0, min_open=True), default=1.0, show_default=True, metavar="S",
         help="Seconds to measure each engine.")  # fmt: skip
 @seed_option
-@option("--html", type=FILE, group=RESULTS, metavar="FILE", help="Write a self-contained HTML report.")
+@option("--html", type=WRITTEN, group=RESULTS, metavar="FILE", help="Write a self-contained HTML report.")
 @json_option
 def command(
     a: Path,

@@ -14,12 +14,14 @@ from click.shell_completion import CompletionItem
 
 from optdnn.cli.config_file import read_config
 from optdnn.cli.foreign_options import about_foreign
+from optdnn.cli.shared_files import Written, refuse_shared_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 GENERAL = "General"
 RESULTS = "Results"
 GPU = "GPU"
 FILE = click.Path(path_type=Path, dir_okay=False)
+WRITTEN = Written(path_type=Path, dir_okay=False)
 
 
 class Size(click.IntRange):
@@ -57,11 +59,20 @@ class Integer(click.IntRange):
 
 
 class Option(click.Option):
-    """An option in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
+    """An option in a group of its command's help. ``gpu``: it has a meaning on GPUs only. ``data``: its text names a
+    file that is read, FILE or NAME=FILE. ``replaces``: the argument whose file a written one may be."""
 
-    def __init__(self, *args: Any, group: str = "Options", gpu: bool = False, **attributes: Any):
+    def __init__(
+        self,
+        *args: Any,
+        group: str = "Options",
+        gpu: bool = False,
+        data: bool = False,
+        replaces: str = "",
+        **attributes: Any,
+    ):
         super().__init__(*args, **attributes)
-        self.group, self.gpu = group, gpu
+        self.group, self.gpu, self.data, self.replaces = group, gpu, data, replaces
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
@@ -85,6 +96,10 @@ class Command(click.Command):
         for group in [*(g for g in groups if g not in last), *last]:
             with formatter.section(group):
                 formatter.write_dl(groups[group])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        refuse_shared_files(ctx)
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -132,9 +147,9 @@ def words(*known: str) -> Callable[[click.Context, click.Parameter, str], list[C
     return complete
 
 
-def output_option(help_text: str) -> Callable[[F], F]:
-    """``--output``, ``-o``: the file that a command writes its result to."""
-    return option("--output", "-o", group=RESULTS, type=FILE, metavar="FILE", help=help_text)
+def output_option(help_text: str, replaces: str = "") -> Callable[[F], F]:
+    """``--output``, ``-o``: the file that a command writes its result to. ``replaces``: as for :class:`Option`."""
+    return option("--output", "-o", group=RESULTS, type=WRITTEN, metavar="FILE", help=help_text, replaces=replaces)
 
 
 def _json_file(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -150,12 +165,12 @@ def _json_file(ctx: click.Context, parameter: click.Parameter, value: Path | Non
 
 json_option = option(
     "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_json_file,
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    type=Written(path_type=Path, dir_okay=False, allow_dash=True),
     help="Print everything as JSON instead of text; --json FILE.json writes it there and prints the text too.",
 )  # fmt: skip
 
 input_option = option(
-    "--input", "inputs", multiple=True, group="Inputs", metavar="[NAME=]FILE",
+    "--input", "inputs", multiple=True, group="Inputs", metavar="[NAME=]FILE", data=True,
     help="FILE.npy (NAME= where there are several inputs), or an .npz of named arrays; NAME=FILE.npz takes one. "
     "Random if it is not given. Repeat.",
 )  # fmt: skip

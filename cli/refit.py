@@ -19,14 +19,17 @@ PARTS = ("A", "B", "scale")
 @click.command("refit", cls=Command)
 @engine_argument
 @click.argument("model", type=FILE, required=False)
-@output_option("The new engine. It may be ENGINE itself.  [required]")
+@output_option("The new engine. It may be ENGINE itself.  [required]", replaces="engine")
 @option(
     "--weights", type=FILE, metavar="FILE.npz", help="Arrays by the names of initializers: these replace the model's."
 )
 @option("--adapter", "adapters", type=FILE, multiple=True, metavar="FILE.npz",
         help="LoRA: arrays NAME.A, NAME.B and perhaps NAME.scale; the weight NAME gets scale * (B @ A) added. Repeat.")  # fmt: skip
 @option(
-    "--calib", metavar="DATA", help="Calibration data for the new weights.  [default: the ranges that ENGINE holds]"
+    "--calib",
+    metavar="DATA",
+    data=True,
+    help="Calibration data for the new weights.  [default: the ranges that ENGINE holds]",
 )
 @json_option
 def command(

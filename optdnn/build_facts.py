@@ -51,6 +51,8 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
             **({"devices": options.devices, "split": options.split} if options.devices > 1 else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
+            **({"nearest_tactics": False} if not options.nearest_tactics else {}),
+            **({"strict_precision": True} if options.strict_precision else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),
             **({"memory_limit": options.memory_limit} if options.memory_limit is not None else {}),
             **({"precision_map": dict(options.precision_map)} if options.precision_map else {}),

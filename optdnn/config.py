@@ -51,6 +51,8 @@ ROUNDED_ROWS = "w4a8"
 """The precision of products with 4-bit weights whose kernels may round rows of activations to int8, each with its own scale."""
 PACKED_WEIGHTS = frozenset({"w4", "w8", ROUNDED_ROWS})
 """Precisions of products with constant weights packed to 4 or 8 bits; activations are in a float precision."""
+GPU_ONLY = frozenset({"tf32", "fp16", "fp8"})
+"""Precisions that only GPUs have."""
 ON_REQUEST = frozenset({"tf32", ROUNDED_ROWS})
 """Precisions that precision auto chooses only if the candidates name them."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
@@ -247,11 +249,12 @@ class BuildOptions:
         if not restricted:
             _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
         own = self.precision == "fp32" or self.precision in PACKED_WEIGHTS
+        asked = {self.precision.partition("+")[0], self.base_precision, *self.precision_map.values()}
         if self.target == "reference" and (not own or self.tactics != "auto"):
             what = f"tactics {self.tactics!r}" if own else f"precision {self.precision}"
             raise UsageError(
                 f"target reference runs NumPy kernels in the model's own types; there is no {what}",
-                hint="leave the option out, or give --target cpu",
+                hint=f"leave the option out, or give --target {'cuda' if restricted or asked & GPU_ONLY else 'cpu'}",
             )
         gpu = TargetName.parse(self.target).on_gpu
         if self.target == "reference" and (other := set(self.precision_map.values()) - PACKED_WEIGHTS - {"fp32"}):
@@ -265,13 +268,11 @@ class BuildOptions:
             )
         if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target
             return
-        asked = {self.precision.partition("+")[0], self.base_precision, *self.precision_map.values()}
-        for one in ("tf32", "fp16", "fp8"):
-            if one in asked.union(self.candidates or ()):
-                raise UsageError(
-                    f"precision {one} is for GPUs, not for target {self.target!r}",
-                    hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
-                )
+        if only := sorted(GPU_ONLY.intersection(asked.union(self.candidates or ()))):
+            raise UsageError(
+                f"precision {only[0]} is for GPUs, not for target {self.target!r}",
+                hint="give --target cuda, or --precision bf16" if only[0] == "fp16" else "give --target cuda",
+            )
         if restricted:
             raise UsageError(
                 f"tactics {self.tactics!r} do not run on target {self.target!r}",

@@ -63,6 +63,21 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
         BuildOptions(**options)
 
 
+@pytest.mark.parametrize(
+    ("option", "target"),
+    [
+        ({"precision": "bf16"}, "cpu"),
+        ({"precision": "fp16"}, "cuda"),
+        ({"precision": "w4+fp16"}, "cuda"),
+        ({"tactics": "own"}, "cuda"),
+    ],
+)
+def test_what_reference_has_not_is_named_with_a_target_that_has_it(option: dict[str, str], target: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        BuildOptions(target="reference", **option)  # type: ignore[arg-type]
+    assert str(caught.value.hint).endswith(f"give --target {target}")
+
+
 def test_an_unknown_option_of_build_is_named() -> None:
     with pytest.raises(UsageError, match=r"build has no option 'presicion'\n  hint: did you mean 'precision'\?"):
         optdnn.build(b"", presicion="fp32")  # type: ignore[call-arg]

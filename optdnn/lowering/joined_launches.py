@@ -322,10 +322,11 @@ def _view(program: Program, step: Step, view: OperandView) -> TensorView:
 
 
 def _beside(sources: Sequence[TensorView], target: TensorView, axis: int) -> list[Part]:
-    """The copies of tensors side by side along an axis of ``target``."""
+    """The copies of tensors side by side along an axis of ``target``. Tensors without elements are left out."""
     parts, at = [], 0
     for x in sources:
-        parts.append(Part(x, target.view(x.shape, target.strides, at * target.strides[axis])))
+        if x.size:
+            parts.append(Part(x, target.view(x.shape, target.strides, at * target.strides[axis])))
         at += x.shape[axis]
     return parts
 

@@ -65,7 +65,8 @@ def halves(
     if None in fixed or len(fixed) > 1:
         raise UsageError(
             "automatic precision needs inputs that all begin with the batch; here they are "
-            + ", ".join(map(str, inputs))
+            + ", ".join(map(str, inputs)),
+            hint="give the others as constants (--value NAME=1), or choose a precision yourself",
         )
     found = _labels(source, labels, {s.name for s in inputs})
     data = open_data(source, inputs, images)

@@ -18,7 +18,7 @@ from optdnn.target_name import TargetName
 
 RECORDED = (
     "precision", "io_dtype", "opt_level", "threads", "tactics", "stop_after", "strict", "values", "sample", "streams",
-    "random_seed", "row_invariant", "workspace", "precision_map",
+    "random_seed", "row_invariant", "workspace", "precision_map", "memory_limit", "nearest_tactics", "strict_precision",
 )  # fmt: skip
 """Options that are read unchanged from ``meta["options"]``; none of them names a file."""
 

@@ -281,9 +281,10 @@ def _optimized(
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:
     """The options that are not at their defaults, as plain data; None where a file may not carry one of them
-    (:mod:`optdnn.runtime.file.plan_options`): pins, for instance."""
+    (:mod:`optdnn.runtime.file.plan_options`): pins, for instance. ``simulate`` compiles nothing: it keeps no option of that."""
     default = BuildOptions(target=options.target)
-    kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
+    unused = {"no_cubins"} if TargetName.parse(options.target).simulated else set()
+    kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in unused.union(NOT_KEPT)}
     kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}
     return kept if all(n in PLAN_OPTIONS and PLAN_OPTIONS[n](v) for n, v in kept.items()) else None
 

@@ -293,8 +293,49 @@ def test_the_model_is_never_overwritten(cli: Cli, tmp_path: Path) -> None:
     for argv in ([], ["-o", tmp_path / "other", "--emit-onnx", model], ["-o", tmp_path / "." / "m.engine"]):
         code, _, err = cli("build", model, *argv)
         assert code == USAGE
-        assert "is the model itself" in err
+        assert "would overwrite" in err
+        assert "the file of MODEL" in err
     assert model.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("build m.onnx --html m.onnx", "--html would overwrite m.onnx, the file of MODEL"),
+        ("build m.onnx --lock ./m.onnx", "--lock would overwrite m.onnx, the file of MODEL"),
+        ("build m.onnx -o e.json --json e.json", "--json would overwrite e.json, the file of --output"),
+        ("build m.onnx -o n.engine --emit-onnx n.engine", "would overwrite n.engine, the file of --"),
+        ("build m.onnx --html m.engine", "the engine would overwrite m.engine, the file of --html"),
+        ("build m.onnx -o d.npz --calib d.npz", "--output would overwrite d.npz, the file of --calib"),
+        (
+            "build m.onnx --lock t.json --timing-cache t.json",
+            "--lock would overwrite t.json, the file of --timing-cache",
+        ),
+        ("run e.json --input x=d.npz -o d.npz", "--output would overwrite d.npz, the file of --input"),
+        ("bench e.json --html e.json", "--html would overwrite e.json, the file of ENGINE"),
+        ("inspect e.json --json e.json", "--json would overwrite e.json, the file of MODEL|ENGINE"),
+        ("compare m.onnx --markdown m.onnx", "--markdown would overwrite m.onnx, the file of MODEL|ENGINE"),
+        ("diff e.json m.onnx --html m.onnx", "--html would overwrite m.onnx, the file of B"),
+        ("refit e.json m.onnx -o m.onnx", "--output would overwrite m.onnx, the file of MODEL"),
+        ("profile e.json -o e.json", "--output would overwrite e.json, the file of ENGINE"),
+    ],
+)
+def test_no_file_of_a_command_is_overwritten(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.onnx", "m.engine", "e.json", "d.npz", "t.json"):
+        Path(name).write_text(name)
+    code, _, err = cli(*argv.split())
+    assert code == USAGE
+    assert message in err
+    assert all(path.read_text() == path.name for path in tmp_path.iterdir())
+
+
+def test_refit_may_replace_its_engine(cli: Cli, tmp_path: Path) -> None:
+    model, engine = save_convnet(tmp_path / "m.onnx"), tmp_path / "m.engine"
+    assert cli("build", model, "--target", "reference").code == 0
+    assert cli("refit", engine, model, "-o", engine).code == 0
 
 
 # ---------------------------------------------------------------- options

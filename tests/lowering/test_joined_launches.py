@@ -12,8 +12,9 @@ from support.net import Net
 from support.on_gpu import checked_launches
 from support.on_processor import compare_steps
 from support.quantized_nets import QNet
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, simulate
 
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
 from optdnn.kernels.launch import GENERAL
@@ -73,6 +74,20 @@ def test_caches_are_joined_and_converted_in_one_launch_each() -> None:
     assert {inputs["keys"], inputs["values"]} < set(step.inputs), "results begin with the caches as they are"
     assert len(outputs.intersection(step.outputs)) == 2
     assert len(step.params["reads"]) == 6, "new keys and values twice, the caches for the outputs only"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_empty_cache_is_no_source_of_a_copy(precision: str) -> None:
+    """The output is a conversion of the new keys. Without passes, the empty cache is still a part of them."""
+    n = Net()
+    rows = n.op("MatMul", n.input(1, 1, 16), n.random(16, 32, scale=0.3))
+    new, _ = n.op("Split", rows, n.ints(16, 16), attrs=SplitAttrs(2), outputs=2)
+    k = n.op("Concat", n.input(1, 0, 16), new, attrs=ConcatAttrs(1))
+    graph = n.done(n.op("MatMul", k, n.random(16, 8)), k)
+    program, feeds = lowered(graph, precision, opt_level=0), feeds_of(graph)
+    want = evaluate(graph, feeds)
+    for name, y in simulate(program, feeds).items():
+        np.testing.assert_allclose(y, want[name], atol=TOLERANCE[precision] * 4)
 
 
 def boxes(rows: int = 5) -> Graph:

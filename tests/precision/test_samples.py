@@ -142,5 +142,6 @@ def test_data_that_does_not_fit(source: Any, labels: Any, kind: type[OptdnnError
 
 def test_inputs_without_a_common_batch_are_refused() -> None:
     specs = [TensorSpec("x", np.dtype(np.float32), (4, 2)), TensorSpec("z", np.dtype(np.float32), (3, 2))]
-    with pytest.raises(UsageError, match="begin with the batch"):
+    with pytest.raises(UsageError, match="begin with the batch") as caught:
         halves({"x": X, "z": X}, specs)
+    assert "--value NAME=1" in str(caught.value.hint)

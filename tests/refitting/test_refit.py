@@ -76,6 +76,16 @@ def test_a_refitted_engine_is_a_fresh_one(network: Any, target: str, options: di
 
 
 @pytest.mark.parametrize(
+    "option", [{"memory_limit": 1 << 30}, {"nearest_tactics": False}, {"strict_precision": True}, {"no_cubins": True}]
+)
+def test_a_refit_keeps_the_options_of_later_plans(option: dict[str, Any]) -> None:
+    made: dict[str, Any] = {"target": "simulate", "shapes": {"x": "1..4..8x24"}, "precision": "fp16", **option}
+    engine, new = optdnn.build(mlp("N"), **made), retrained(mlp("N"))
+    engine.refit(model=new)
+    assert contents(engine.program) == contents(optdnn.build(new, **made).program)
+
+
+@pytest.mark.parametrize(
     "options", [{}, pytest.param({"precision": "int8", "calib": PICTURES}, marks=pytest.mark.slow)]
 )
 def test_a_refit_of_a_cpu_engine_takes_its_library(options: dict[str, Any]) -> None:
