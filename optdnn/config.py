@@ -333,6 +333,8 @@ def _streams(name: str, value: Any) -> int | str:
 
 def _integer(name: str, value: Any) -> int | None:
     try:
+        if isinstance(value, bool):  # an index, too, but hardly meant as 1
+            raise TypeError
         return None if value is None and name not in ("opt_level", "devices") else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None

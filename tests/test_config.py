@@ -32,6 +32,7 @@ def test_paths_may_be_text_and_numbers_numpys() -> None:
     [
         ({"timing_cache": 3}, "timing_cache must be a path, not 3"),
         ({"threads": 1.5}, "threads must be an integer, not 1.5"),
+        ({"workspace": True}, "workspace must be an integer, not True"),
         ({"precision": 16}, "precision must be text, not 16"),
         ({"target": None}, "target must be text, not None"),
         ({"tactics": ["own"]}, r"tactics must be text, not \['own'\]"),
