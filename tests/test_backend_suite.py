@@ -122,7 +122,7 @@ wrapped before version 0.7 and 0 since then."""
 
 
 def _low_bits(given: Any, expected: Any) -> Any:
-    """Expected integers, but the low bits of those that are out of range."""
+    """The expected integers. Where a float is out of range, its low bits, as optdnn gives them."""
     limits, whole = ml_dtypes.iinfo(expected.dtype), given.astype(np.int64)
     inside = (whole >= limits.min) & (whole <= limits.max)
     return np.where(inside, expected.astype(np.int64), whole).astype(expected.dtype)

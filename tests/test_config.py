@@ -73,9 +73,9 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
         ({"tactics": "own"}, "cuda"),
     ],
 )
-def test_what_reference_has_not_is_named_with_a_target_that_has_it(option: dict[str, str], target: str) -> None:
+def test_what_reference_has_not_is_named_with_a_target_that_has_it(option: dict[str, Any], target: str) -> None:
     with pytest.raises(UsageError) as caught:
-        BuildOptions(target="reference", **option)  # type: ignore[arg-type]
+        BuildOptions(target="reference", **option)
     assert str(caught.value.hint).endswith(f"give --target {target}")
 
 

@@ -24,6 +24,7 @@ from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.shapes.plan_base import plans_of
 from optdnn.shapes.plans import Planned, by_value, optimum, plan_profiles, replan
+from optdnn.shapes.profile_sizes import shape_text
 from optdnn.targets.base import Compiled, Meta, Optimized, Source, Target
 from optdnn.tuning.autotuner import tune
 from optdnn.tuning.first_run import Tried, finish
@@ -57,7 +58,7 @@ class Cuda(Target):
         like: Program | None = None,
     ) -> Planned:
         if options.precision == AUTO:
-            fixed = " ".join(f"--shape {name}={'x'.join(map(str, dims))}" for name, dims in optimum(symbolic).items())
+            fixed = " ".join(f"--shape {name}={shape_text(dims, str)}" for name, dims in optimum(symbolic).items())
             raise UsageError("precision auto on a GPU needs fixed shapes", hint=f"give one size for each: {fixed}")
         share = replace(options, budget=options.budget and options.budget / len(symbolic.profiles))
         tuner = partial(tune, options=share, gpu=self.gpu, cache=cache, say=progress)

@@ -321,14 +321,14 @@ def test_the_range_to_give_agrees_with_those_given() -> None:
 
 def test_precision_auto_asks_for_the_optimum() -> None:
     model = onnx.parser.parse_model(
-        """<ir_version: 8, opset_import: ["": 17]> g (float[n, s] x, float[n, t] m) => (float[n, k] y)
-        { y = Concat<axis=1>(x, m) }"""
+        """<ir_version: 8, opset_import: ["": 17]> g (float[n, s] x, float[n, t] m, float scale) => (float[n, k] y)
+        { j = Concat<axis=1>(x, m) y = Mul(j, scale) }"""
     )
     data = {"x": np.zeros((4, 16), np.float32), "m": np.zeros((4, 3), np.float32)}
     shapes = {"x": "1..2..4x1..16..40", "m": "1..2..4x3"}
     with pytest.raises(UsageError, match="needs fixed shapes") as caught:
         optdnn.build(model, target="simulate", precision="auto", calib=data, shapes=shapes)
-    assert caught.value.hint == "give one size for each: --shape x=2x16 --shape m=2x3"
+    assert caught.value.hint == "give one size for each: --shape x=2x16 --shape m=2x3 --shape scale=scalar"
 
 
 def test_an_extreme_that_cannot_be_built_is_reported_by_the_build() -> None:
